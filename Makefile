@@ -1,0 +1,60 @@
+# Every target sets up what it needs: a fresh machine needs Python >= 3.11 (with venv) and make, nothing else.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+E2E_VENV := .venv-e2e
+PACKAGES := gateway indexer scorer bench
+PROTOS := $(wildcard proto/*.proto)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format e2e bench proto clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not a Python >= 3.11; choose another with make PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' || \
+		{ echo "$(PYTHON) has no venv module (Debian: apt-get install python3-venv)" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## a small fleet of fake engines on this machine, routed and compared (ARGS=--json)
+	$(BIN)/warmroute demo $(ARGS)
+
+test: $(STAMP) ## unit, property and hermetic tests (ARGS=-k name)
+	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+e2e: $(STAMP) ## tests against a real engine in a venv of its own (large: it installs vLLM)
+	bash tests/e2e/setup.sh
+	WARMROUTE_E2E_VENV=$(E2E_VENV) $(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
+
+bench: $(STAMP) ## micro-benchmarks (ARGS=--json)
+	$(BIN)/python -m bench micro $(ARGS)
+
+proto: $(if $(PROTOS),$(STAMP)) ## regenerate gateway/pb from proto/*.proto
+ifeq ($(PROTOS),)
+	@echo "proto: no proto/*.proto files, nothing to generate"
+else
+	$(BIN)/python -m pip install --quiet 'grpcio-tools>=1.66,<2'
+	mkdir -p gateway/pb && touch gateway/pb/__init__.py
+	$(BIN)/python -m grpc_tools.protoc -I gateway/pb=proto \
+		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:proto/%=gateway/pb/%)
+endif
+
+clean: ## remove the venvs, caches and build output
+	rm -rf $(VENV) $(E2E_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .e2e
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

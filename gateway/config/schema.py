@@ -1,0 +1,190 @@
+"""Every configuration key: type, default, bounds, unit and meaning, declared once.
+
+The YAML, environment and flag readers, `--print-default` and the help texts are all derived from these structs. A key's
+unit is the end of its name (`_s`, `_ms`, `_bytes`); a `description` says what it does and, where a figure is not
+obvious, where it comes from. `extra={"expected": ...}` words a pattern for error messages.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0)]
+Url = Annotated[
+    str,
+    Meta(
+        pattern=r"^https?://[^\s/?#@]+(/[^\s?#@]*)?$",
+        extra={"expected": "an http:// or https:// URL without user, query or fragment"},
+    ),
+]
+Endpoint = Annotated[
+    str,
+    Meta(
+        pattern=r"^(tcp://\S+:\d+|ipc://\S+)$",
+        extra={"expected": "a ZeroMQ endpoint (tcp://host:port or ipc://path)"},
+    ),
+]
+NonEmpty = Annotated[str, Meta(min_length=1, extra={"expected": "a non-empty text"})]
+
+
+class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class GatewayConfig(_Section, frozen=True):
+    """The HTTP face."""
+
+    host: Annotated[NonEmpty, Meta(description="Address the data plane listens on.")] = "0.0.0.0"  # noqa: S104
+    port: Annotated[Port, Meta(description="Port of the data plane; 0 takes a free one.")] = 8000
+    admin_host: Annotated[
+        NonEmpty, Meta(description="Address of /metrics and /debug; loopback unless you decide otherwise.")
+    ] = "127.0.0.1"
+    admin_port: Annotated[Port, Meta(description="Port of /metrics and /debug; 0 takes a free one.")] = 8001
+    max_body_bytes: Annotated[
+        int, Meta(ge=1, description="Largest request body accepted; a larger one is answered 413.")
+    ] = 64 << 20
+    max_concurrency: Annotated[
+        int, Meta(ge=1, description="Requests in flight at once; one more is answered 503 with Retry-After.")
+    ] = 4096
+    connect_timeout_s: Annotated[Seconds, Meta(description="Longest wait for a connection to a worker.")] = 2.0
+    pool_idle_s: Annotated[
+        Seconds,
+        Meta(description="Close a pooled worker connection idle this long; keep it below the server's (uvicorn: 5 s)."),
+    ] = 4.0
+    request_timeout_s: Annotated[Seconds, Meta(description="Longest life of one request, streaming included.")] = 3600.0
+    drain_timeout_s: Annotated[
+        Annotated[float, Meta(ge=0)], Meta(description="On SIGTERM, time given to running requests before closing.")
+    ] = 30.0
+    response_headers: Annotated[
+        bool, Meta(description="Name the chosen worker and the reason in x-warmroute-* response headers.")
+    ] = True
+
+
+class Worker(_Section, frozen=True):
+    """One engine server. A bare URL in the list is short for `{url: ...}`."""
+
+    url: Annotated[Url, Meta(description="Base URL of the server.")]
+    name: Annotated[
+        NonEmpty | None, Meta(description="Name in metrics and headers; null takes host:port of the URL.")
+    ] = None
+    role: Annotated[Literal["both", "prefill", "decode"], Meta(description="What the worker may be asked to do.")] = (
+        "both"
+    )
+    events: Annotated[
+        Endpoint | None, Meta(description="KV-event publisher; null asks the engine where it publishes.")
+    ] = None
+    replay: Annotated[Endpoint | None, Meta(description="KV-event replay endpoint; null asks the engine for it.")] = (
+        None
+    )
+    labels: Annotated[dict[str, str], Meta(description="Free labels, shown in debug pages.")] = {}
+
+
+class EventsConfig(_Section, frozen=True):
+    """KV events from the engines."""
+
+    mode: Annotated[
+        Literal["connect", "bind"],
+        Meta(description="connect: we subscribe to each engine; bind: engines connect to bind_endpoint."),
+    ] = "connect"
+    bind_endpoint: Annotated[
+        Endpoint | None, Meta(description="Where to listen in mode bind, such as tcp://0.0.0.0:5557.")
+    ] = None
+    replay_timeout_s: Annotated[Seconds, Meta(description="Longest wait for one answer to a replay request.")] = 2.0
+    replay_attempts: Annotated[
+        int, Meta(ge=1, description="Replay requests for one gap before that worker's index is cleared.")
+    ] = 3
+    buffer_batches: Annotated[
+        int, Meta(ge=1, description="Batches held per worker while a gap is replayed (vLLM replays at most 10000).")
+    ] = 10_000
+
+
+class IndexConfig(_Section, frozen=True):
+    """The prefix index."""
+
+    budget_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="Memory the index may use; the coldest blocks are dropped beyond it.")
+    ] = 2 << 30
+    orphan_blocks: Annotated[
+        int, Meta(ge=0, description="Blocks with an unknown parent kept per worker rank until the parent arrives.")
+    ] = 65_536
+    removal_mode: Annotated[
+        Literal["physical", "logical"],
+        Meta(description="physical: one removal event is one copy gone; logical: it is the whole block gone."),
+    ] = "physical"
+
+
+class ScorerConfig(_Section, frozen=True):
+    """Which worker a request goes to."""
+
+    policy: Annotated[
+        Literal["warmroute", "round-robin", "random", "least-load", "longest-prefix"],
+        Meta(description="warmroute predicts seconds; the others are baselines to compare with."),
+    ] = "warmroute"
+    optimistic_ttl_s: Annotated[
+        Seconds, Meta(description="Life of blocks assumed from a decision until a KV event confirms them.")
+    ] = 4.0
+    slo_ttft_ms: Annotated[
+        Seconds | None, Meta(description="Time-to-first-token objective; null leaves it out of the price.")
+    ] = None
+    slo_tpot_ms: Annotated[
+        Seconds | None, Meta(description="Time-per-output-token objective; null leaves it out of the price.")
+    ] = None
+
+
+class TokensConfig(_Section, frozen=True):
+    """Text to token ids."""
+
+    mode: Annotated[
+        Literal["auto", "local", "engine", "estimate"],
+        Meta(description="auto: local tokenizer if there is one, else the engine's; estimate: length only, no prefix."),
+    ] = "auto"
+    tokenizer: Annotated[
+        NonEmpty | None, Meta(description="Folder or tokenizer.json for local tokenising; null: none given.")
+    ] = None
+    engine_budget_ms: Annotated[
+        Seconds, Meta(description="Longest wait for an engine's tokenizer; past it the length is estimated.")
+    ] = 20.0
+    sample_check_rate: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Share of requests whose local token ids are compared with the engine's."),
+    ] = 0.01
+
+
+class HealthConfig(_Section, frozen=True):
+    """Which workers may be chosen."""
+
+    eject_after_s: Annotated[Seconds, Meta(description="A worker that failed this long without success gets none.")] = (
+        4.0
+    )
+    scrape_interval_s: Annotated[Seconds, Meta(description="Period of reading each worker's /metrics.")] = 1.0
+    probe_interval_s: Annotated[Seconds, Meta(description="Period of probing a worker that gets no requests.")] = 2.0
+
+
+class LoggingConfig(_Section, frozen=True):
+    """Logs on standard error; never prompts or secrets."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severe level logged.")] = (
+        "info"
+    )
+    format: Annotated[Literal["text", "json"], Meta(description="One line of text or one JSON object per record.")] = (
+        "text"
+    )
+
+
+class Config(_Section, frozen=True):
+    """The whole configuration. A face with keys of its own (sidecar, epp) gets a section here."""
+
+    gateway: GatewayConfig = GatewayConfig()
+    workers: Annotated[
+        tuple[Worker, ...], Meta(description="Engine servers known from the start: URLs, or objects with these keys.")
+    ] = ()
+    workers_file: Annotated[
+        NonEmpty | None, Meta(description="YAML file holding such a list, re-read when it changes; null: none.")
+    ] = None
+    events: EventsConfig = EventsConfig()
+    index: IndexConfig = IndexConfig()
+    scorer: ScorerConfig = ScorerConfig()
+    tokens: TokensConfig = TokensConfig()
+    health: HealthConfig = HealthConfig()
+    logging: LoggingConfig = LoggingConfig()

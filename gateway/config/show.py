@@ -1,0 +1,50 @@
+"""Configuration as text: the commented default, and one `Config` as YAML that reads back equal."""
+
+import textwrap
+from typing import Any
+
+import msgspec
+import yaml
+
+from gateway.config.keys import Key, fields_of
+from gateway.config.schema import Config, Worker
+
+_HEAD = """\
+# warmroute configuration: every key with its default. Leave out what you do not change.
+# A key may also be given as an environment variable (index.budget_bytes: WARMROUTE_INDEX__BUDGET_BYTES)
+# or a flag (--index-budget-bytes); a flag beats the environment, which beats this file.
+# Units are the end of the name: _s seconds, _ms milliseconds, _bytes bytes (2GiB is understood).
+"""
+
+
+def default_yaml() -> str:
+    """Every key, its default and its meaning, as YAML that reads back as the default."""
+    lines = [_HEAD]
+    for key in fields_of(Config).values():
+        if key.section:
+            lines += [f"# {key.description}", f"{key.name}:"]
+            for inner in fields_of(key.section).values():
+                lines += [f"  {line}" for line in _key_lines(inner)]
+        else:
+            lines += _key_lines(key)
+            if key.is_workers:
+                lines += [f"#   {line}" for k in fields_of(Worker).values() for line in _key_lines(k)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def config_yaml(config: Config) -> str:
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
+
+
+def _key_lines(key: Key) -> list[str]:
+    value = "..." if key.is_required else _scalar(key.default)
+    comment = textwrap.wrap(
+        f"{key.description} ({key.expected})", width=100, initial_indent="# ", subsequent_indent="# "
+    )
+    return [*comment, f"{key.name}: {value}"]
+
+
+def _scalar(value: Any) -> str:
+    text = yaml.safe_dump(msgspec.to_builtins(value), default_flow_style=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,27 @@
+"""Which worker holds how much of a prompt: KV events, their order, block keys and the radix index. No I/O."""
+
+from indexer.approximate import ApproximateIndex
+from indexer.events import EventBatch, EventDecodeError, decode_batch
+from indexer.keys import MediaSpan
+from indexer.match import Holder, Match
+from indexer.prefix import PrefixIndex
+from indexer.prompt import Prompt
+from indexer.stream import Apply, Clear, FrameError, Replay, Stream, parse_frames
+
+__all__ = [
+    "Apply",
+    "ApproximateIndex",
+    "Clear",
+    "EventBatch",
+    "EventDecodeError",
+    "FrameError",
+    "Holder",
+    "Match",
+    "MediaSpan",
+    "PrefixIndex",
+    "Prompt",
+    "Replay",
+    "Stream",
+    "decode_batch",
+    "parse_frames",
+]

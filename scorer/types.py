@@ -1,0 +1,203 @@
+"""Every message that crosses a boundary between deciding and serving, in one place.
+
+A face fills `RequestFacts`, the planner answers with a `Plan`, the face carries it out and reports `Outcome`s back.
+Discovery yields `WorkerChange`s. Times ending in `_s` are seconds; `now_s` is monotonic; token counts end in `_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from indexer import Holder
+
+
+class Role(Enum):
+    """What a worker may be asked to do. BOTH serves whole requests."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class TokenSource(Enum):
+    """Where a request's token ids came from. With ESTIMATE there are none, only a count."""
+
+    GIVEN = "given"
+    LOCAL = "local"
+    ENGINE = "engine"
+    ESTIMATE = "estimate"
+
+
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decision needs to know of one request, and no prompt text.
+
+    `tokens` is a uint32 buffer, None when only `prompt_tokens` is estimated; `exact_prefix_tokens` says how far it is
+    exact when it is not to the end (text before the first image). `allow_remote` is False when the request cannot be
+    split over two engines (n > 1, prompt logprobs, ...). `subset` limits the workers, by name.
+    """
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    tokens: bytes | None = None
+    exact_prefix_tokens: int | None = None
+    token_source: TokenSource = TokenSource.ESTIMATE
+    lora: str | None = None
+    cache_salt: str | None = None
+    extra_keys: Sequence[Any] | None = None
+    max_output_tokens: int | None = None
+    n_sequences: int = 1
+    streaming: bool = False
+    allow_remote: bool = True
+    priority: int = 0
+    tenant: str | None = None
+    session: str | None = None
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    subset: frozenset[str] | None = None
+    excluded: frozenset[str] = frozenset()
+    """Workers that already failed this request."""
+    kv_source: Holder | None = None
+    """A holder whose KV blocks could be pulled (`x-kv-cache-source-host-port`)."""
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted seconds of one choice, by component. `total_s` is what the choice is judged by.
+
+    front: HTTP, template, tokens at the engine. wait: prefills ahead in its queue. adm: KV blocks still to be freed.
+    load: blocks out of lower tiers. comp: computing the uncached prompt. hop, pull: handing over to the decode worker
+    and moving the KV there. step: the first decode step. stall: what one running stream loses; harm: times the streams.
+    decode: the answer's own decoding. queue: seconds others wait behind it. displaced: cached blocks it pushes out, as
+    seconds to compute them again. viol: the price of the SLOs it is predicted to break.
+    """
+
+    front_s: float = 0.0
+    wait_s: float = 0.0
+    adm_s: float = 0.0
+    load_s: float = 0.0
+    comp_s: float = 0.0
+    hop_s: float = 0.0
+    pull_s: float = 0.0
+    step_s: float = 0.0
+    ttft_s: float = 0.0
+    stall_s: float = 0.0
+    harm_s: float = 0.0
+    decode_s: float = 0.0
+    queue_s: float = 0.0
+    displaced_s: float = 0.0
+    viol_s: float = 0.0
+    total_s: float = 0.0
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to serve a request, with its price: `decode` serves it; with `prefill`, that worker computes the
+    prompt.
+    """
+
+    decode: Holder
+    prefill: Holder | None = None
+    cached_tokens: int = 0
+    """Prompt tokens the decode worker need not compute."""
+    prefill_cached_tokens: int = 0
+    cpu_tokens: int = 0
+    disk_tokens: int = 0
+    approximate: bool = False
+    price: Price = Price()
+    reasons: tuple[str, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision, already booked. `considered` are the best candidates, the chosen one first, so that explaining is
+    reading.
+    """
+
+    request_id: str
+    chosen: Candidate
+    considered: tuple[Candidate, ...]
+    policy: str
+    n_candidates: int
+    reason: str
+    decided_at_s: float
+
+    @property
+    def remote(self) -> bool:
+        return self.chosen.prefill is not None
+
+
+class OutcomeKind(Enum):
+    """What a face reports about a planned request. Every plan ends with exactly one of END, ERROR and CANCELLED."""
+
+    PREFILL_DONE = "prefill_done"
+    FIRST_TOKEN = "first_token"  # noqa: S105
+    TOKEN = "token"  # noqa: S105
+    CACHED_TOKENS = "cached_tokens"
+    END = "end"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One observation. `worker_failed` tells a worker's fault from a client's; `n_tokens` goes with TOKEN and
+    CACHED_TOKENS.
+    """
+
+    kind: OutcomeKind
+    n_tokens: int = 0
+    prefill_s: float | None = None
+    pull_s: float | None = None
+    status: int | None = None
+    worker_failed: bool = False
+    reason: str | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One scrape of a worker's `/metrics`, summed or averaged over its engines (ranks). None: the engine does not say.
+
+    Counters are since the process started; `process_start_s` (Unix seconds) tells one process from the next.
+    """
+
+    scraped_at_s: float
+    running: float | None = None
+    waiting: float | None = None
+    kv_usage: float | None = None
+    """Share of KV blocks in use, 0..1."""
+    block_size: int | None = None
+    kv_blocks: int | None = None
+    kv_capacity_tokens: int | None = None
+    prefix_caching: bool | None = None
+    prefix_queries_tokens: float | None = None
+    prefix_hits_tokens: float | None = None
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    preemptions: float | None = None
+    prefill_time_sum_s: float | None = None
+    prefill_time_count: float | None = None
+    process_start_s: float | None = None
+
+
+class ChangeKind(Enum):
+    ADDED = "added"
+    CHANGED = "changed"
+    DRAINING = "draining"
+    REMOVED = "removed"
+
+
+class WorkerChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What discovery says about one worker, named for good by `worker`. `url` is its HTTP base; events and replay are
+    ZMQ.
+    """
+
+    kind: ChangeKind
+    worker: str
+    url: str | None = None
+    role: Role = Role.BOTH
+    events_endpoint: str | None = None
+    replay_endpoint: str | None = None
+    nixl_endpoint: str | None = None
+    labels: Mapping[str, str] = {}
+    weight: float = 1.0
+    """Relative speed of its hardware: predicted compute seconds are divided by it."""

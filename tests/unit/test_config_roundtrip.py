@@ -1,0 +1,102 @@
+"""What is printed reads back equal, and whatever is given, only a ConfigError comes out."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import Config, ConfigError, Worker, load_config
+from gateway.config.keys import Key, env_name, fields_of, leaves
+from gateway.config.show import config_yaml, default_yaml
+
+TEXT = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=20)
+ENDPOINT = st.integers(1, 65535).map(lambda port: f"tcp://127.0.0.1:{port}")
+WORKER = st.builds(
+    Worker,
+    url=st.from_regex(r"http://[a-z]{1,8}:[0-9]{1,5}(/[a-z]{0,4})?", fullmatch=True),
+    name=st.none(),
+    role=st.sampled_from(["both", "prefill", "decode"]),
+    events=st.none() | ENDPOINT,
+    replay=st.none() | ENDPOINT,
+    labels=st.dictionaries(TEXT, TEXT, max_size=3),
+)
+
+
+def read(text: str, **kwargs: Any) -> Config:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "c.yaml"
+        file.write_text(text, encoding="utf-8")
+        return load_config(str(file), **kwargs)
+
+
+def outcome(load: Callable[[], Config]) -> Config | ConfigError:
+    try:
+        return load()
+    except ConfigError as exc:
+        return exc
+
+
+def valid(key: Key) -> st.SearchStrategy[Any]:
+    if key.is_workers:
+        return st.lists(WORKER, max_size=4, unique_by=lambda w: w.url).map(tuple)
+    if key.section:
+        return st.fixed_dictionaries({k.name: valid(k) for k in fields_of(key.section).values()}).map(
+            lambda values: key.section(**values)  # type: ignore[misc]
+        )
+    if get_origin(key.type) is Literal:
+        return st.sampled_from(get_args(key.type))
+    if key.type is bool:
+        return st.booleans()
+    if "ZeroMQ" in key.expected:
+        return ENDPOINT
+    if "text" in key.expected:
+        return TEXT if not key.expected.endswith("null") else st.none() | TEXT
+    if "integer" in key.expected:
+        return st.integers(1 << 20, 1 << 40) if "65535" not in key.expected else st.integers(0, 65535)
+    number = st.floats(1e-9, 1.0, exclude_min=True)
+    return st.none() | number if key.expected.endswith("null") else number
+
+
+CONFIG = st.fixed_dictionaries({k.name: valid(k) for k in fields_of(Config).values()}).map(lambda v: Config(**v))
+
+
+def test_printed_default_reads_back_as_the_default_and_names_every_key() -> None:
+    text = default_yaml()
+    assert read(text) == Config()
+    assert all(key.name in text and len(line) <= 120 for _, key in leaves() for line in text.splitlines())
+
+
+@given(CONFIG)
+def test_any_config_printed_reads_back_equal(config: Config) -> None:
+    if config.gateway.port == config.gateway.admin_port:
+        return
+    assert read(config_yaml(config)) == config
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*fields_of(Config), "x"]), JUNK, max_size=5))
+def test_any_yaml_gives_a_config_or_a_config_error(tree: dict[str, Any]) -> None:
+    result = outcome(lambda: read(yaml.safe_dump(tree)))
+    assert isinstance(result, Config) or result.problems
+
+
+@given(st.text(max_size=60))
+def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
+    result = outcome(lambda: read(text))
+    assert isinstance(result, Config) or result.problems
+
+
+@given(st.dictionaries(st.sampled_from([env_name(path) for path, _ in leaves()]), st.text(max_size=20), max_size=4))
+def test_any_environment_gives_a_config_or_a_config_error(env: dict[str, str]) -> None:
+    result = outcome(lambda: load_config(env=env))
+    assert isinstance(result, Config) or {p.source for p in result.problems} <= {*env, "default"}
