@@ -1,0 +1,245 @@
+"""The radix index of KV blocks: which worker holds how much of a prompt.
+
+Theory of operation. Each (worker, rank) has a bit. A block is a key (`keys.py`) in its tier's table of holder masks
+(`plane.py`); an engine's own hashes lead to keys through per-holder entry maps (`holder.py`), so removals need no
+tokens. A block whose parent is unknown waits (`orphans.py`). Clearing a holder retires its bit at once and sweeps its
+blocks later, a few at a time (`table.py`). One lock guards everything and no event holds it for more than SLICE_BLOCKS
+blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from threading import Lock
+from typing import Any
+
+from indexer.events import EventBatch
+from indexer.holder import CPU, DISK, GPU, TIER_NAMES
+from indexer.ingest import Ingest
+from indexer.keys import Tokens
+from indexer.match import Holder, Match
+from indexer.plane import Chain, joint_depths
+from indexer.prompt import Prompt
+from indexer.serves import UNDECLARED, Serves
+from indexer.table import SLICE_BLOCKS, Table
+
+_CACHED_MASKS = 4096
+_CACHED_PLANS = 1024
+
+Plan = list[tuple[str | int | None, int, int]]
+"""[(adapter, block size, mask of the holders to ask under that namespace)]."""
+
+
+class PrefixIndex:
+    """Which (worker, rank) holds how much of a prompt, from engines' KV events.
+
+    `budget_bytes` bounds the accounted memory: past it the oldest blocks that no lookup touched lately are forgotten.
+    `orphan_blocks` bounds, per (worker, rank), the blocks that wait for their parent. `removal_mode` says what one
+    BlockRemoved means: ``physical``, one of the copies (vLLM today), or ``logical``, the last one; `set_worker` can
+    set it per worker. Thread-safe. Raises ValueError for a budget under 1 MiB.
+    """
+
+    def __init__(
+        self, *, budget_bytes: int = 2 << 30, orphan_blocks: int = 65536, removal_mode: str = "physical"
+    ) -> None:
+        self._lock = Lock()
+        self._table = Table(budget_bytes, orphan_blocks, _is_physical(removal_mode))
+        self._ingest = Ingest(self._table, self._lock)
+        self._serves: dict[str, Serves] = {}
+        self._plans: dict[tuple[str | None, str | int | None], Plan] = {}
+        self._masks: dict[int, tuple[Holder, ...]] = {}
+        self._matches: dict[int, Match] = {}
+        self._version = 0
+        self._lookups = 0
+
+    def set_worker(
+        self,
+        worker: str,
+        *,
+        models: Iterable[str] | None = None,
+        loras: Iterable[str] = (),
+        removal_mode: str | None = None,
+    ) -> None:
+        """Say what `worker` serves: its base model's names (all are one namespace) and its adapters' names."""
+        physical = None if removal_mode is None else _is_physical(removal_mode)
+        with self._lock:
+            if models is not None:
+                self._serves[worker] = Serves(models, loras)
+            if physical is not None:
+                self._table.modes[worker] = physical
+                for (name, _), state in self._table.states.items():
+                    if name == worker:
+                        state.physical = physical
+            self._table.version += 1
+
+    def remove_worker(self, worker: str) -> None:
+        """Forget `worker` altogether: its blocks, names and counters."""
+        with self._lock:
+            self._table.remove_worker(worker)
+            self._ingest.adapters.pop(worker, None)
+            self._serves.pop(worker, None)
+
+    def clear(self, worker: str, rank: int | None = None) -> None:
+        """Forget every block of `worker` (of one rank, if given), in constant time per rank."""
+        with self._lock:
+            for holder in [h for h in self._table.states if h[0] == worker and rank in (None, h[1])]:
+                self._table.clear(holder)
+
+    def clear_model(self, model: str) -> None:
+        """Forget every block of every worker that serves `model` (its weights changed)."""
+        with self._lock:
+            for holder in list(self._table.states):
+                if self._namespace(holder[0], model, None)[0]:
+                    self._table.clear(holder)
+
+    def apply(self, worker: str, rank: int, batch: EventBatch) -> None:
+        """Take in one batch of `worker`. The batch's own rank, where it names one, is the rank its blocks go to."""
+        holder = (worker, rank if batch.data_parallel_rank is None else batch.data_parallel_rank)
+        with self._lock:
+            state = self._table.state(*holder)
+            state.batches += 1
+            if batch.malformed or batch.unknown:
+                state.counters["malformed_events"] += batch.malformed
+                state.counters["unknown_events"] += sum(batch.unknown.values())
+        self._ingest.apply(holder, batch.events)
+        if self._table.retired:
+            self.sweep(4 * SLICE_BLOCKS)
+
+    def sweep(self, max_blocks: int) -> int:
+        """Free up to `max_blocks` blocks of cleared holders; returns how many were freed. Also done by `apply`."""
+        freed = 0
+        while self._table.retired and freed < max_blocks:
+            with self._lock:
+                freed += self._table.sweep_slice(min(SLICE_BLOCKS, max_blocks - freed))
+        return freed
+
+    def match(
+        self,
+        tokens: Tokens | Prompt,
+        *,
+        model: str | None = None,
+        lora: str | int | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[Any] | None = None,
+    ) -> dict[Holder, Match]:
+        """How much of `tokens` each (worker, rank) that serves `model` holds; holders of nothing are left out.
+
+        `tokens` is best a uint32 buffer. `lora` names an adapter (named as the model, as OpenAI clients do, works too).
+        `extra_keys` has one entry per block (None or that block's ids) or consists of MediaSpan.
+        A `Prompt` in place of `tokens` brings its salt and media along and is hashed once over several lookups.
+        Raises ValueError for ids that are not uint32.
+        """
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt(tokens, cache_salt=cache_salt, extra_keys=extra_keys)
+        out: dict[Holder, Match] = {}
+        with self._lock:
+            self._lookups += 1
+            if self._version != self._table.version:
+                self._plans.clear()
+                self._masks.clear()
+                self._version = self._table.version
+            plan = self._plans.get((model, lora))
+            if plan is None:
+                plan = self._plan(model, lora)
+            for adapter, block_size, candidates in plan:
+                chain = prompt.chain(adapter, block_size)
+                if chain.n_blocks:
+                    self._match(chain, candidates, out)
+        return out
+
+    def holds(self, worker: str, rank: int, key: int) -> bool:
+        """Whether that (worker, rank) has the block with our key `key` on the GPU."""
+        with self._lock:
+            state = self._table.states.get((worker, rank))
+            return state is not None and bool(self._table.planes[GPU].holders(key) & state.bit)
+
+    def _match(self, prompt: Chain, candidates: int, out: dict[Holder, Match]) -> None:
+        planes = self._table.planes
+        tiers = [planes[tier].depths(prompt, candidates) if planes[tier].size else [] for tier in (GPU, CPU, DISK)]
+        deepest = max((depth[-1][0] for depth in tiers if depth), default=0)
+        if deepest and self._table.bytes_used() > self._table.budget_bytes // 2:
+            self._table.touch(prompt.keys[:deepest])
+        size = prompt.block_size
+        lower_tiers = planes[CPU].size or planes[DISK].size
+        if not out and not lower_tiers:
+            for depth, mask in tiers[GPU]:
+                match = self._gpu_match(depth * size)
+                holders = self._masks.get(mask) or self._holders(mask)
+                if len(holders) == 1:
+                    out[holders[0]] = match
+                else:
+                    out |= dict.fromkeys(holders, match)
+            return
+        if lower_tiers:
+            reach = joint_depths([planes[GPU], planes[CPU], planes[DISK]], prompt, candidates)
+        else:
+            reach = tiers[GPU]
+        found: dict[Holder, list[int]] = {}
+        for column, depths in enumerate((*tiers, reach)):
+            for depth, mask in depths:
+                for holder in self._holders(mask):
+                    found.setdefault(holder, [0, 0, 0, 0])[column] = depth * size
+        for holder, columns in found.items():
+            before = out.get(holder)
+            if before is not None:
+                had = (before.gpu_tokens, before.cpu_tokens, before.disk_tokens, before.reach_tokens)
+                columns = [max(a, b) for a, b in zip(columns, had, strict=True)]
+            gpu, cpu, disk, reached = columns
+            out[holder] = Match(gpu, cpu, disk, reached)
+
+    def _namespace(self, worker: str, model: str | None, lora: str | int | None) -> tuple[bool, str | int | None]:
+        serves = self._serves.get(worker) or UNDECLARED
+        return serves.namespace(model, lora, self._ingest.adapters.get(worker, ()))
+
+    def _plan(self, model: str | None, lora: str | int | None) -> Plan:
+        wanted: dict[tuple[str | int | None, int], int] = {}
+        for (worker, _), state in self._table.states.items():
+            answers, adapter = self._namespace(worker, model, lora)
+            if answers:
+                for block_size in {m.block_size for m in state.all_maps()}:
+                    wanted[adapter, block_size] = wanted.get((adapter, block_size), 0) | state.bit
+        plan = [(adapter, block_size, mask) for (adapter, block_size), mask in wanted.items()]
+        if len(self._plans) >= _CACHED_PLANS:
+            self._plans.clear()
+        self._plans[model, lora] = plan
+        return plan
+
+    def _gpu_match(self, n_tokens: int) -> Match:
+        match = self._matches.get(n_tokens)
+        if match is None:
+            if len(self._matches) >= _CACHED_MASKS:
+                self._matches.clear()
+            match = self._matches[n_tokens] = Match(n_tokens, 0, 0, n_tokens)
+        return match
+
+    def _holders(self, mask: int) -> tuple[Holder, ...]:
+        found = self._masks.get(mask)
+        if found is None:
+            found = self._table.holders(mask)
+            if len(self._masks) >= _CACHED_MASKS:
+                self._masks.clear()
+            self._masks[mask] = found
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """Counts for people and metrics (JSON-ready): memory, keys by tier, and what each worker's ranks hold."""
+        with self._lock:
+            workers: dict[str, dict[str, Any]] = {}
+            for (worker, rank), state in sorted(self._table.states.items()):
+                workers.setdefault(worker, {})[str(rank)] = state.stats()
+            return {
+                "bytes": self._table.bytes_used(),
+                "budget_bytes": self._table.budget_bytes,
+                "keys": {name: plane.size for name, plane in zip(TIER_NAMES, self._table.planes, strict=True)},
+                "entries": self._table.entries,
+                "orphan_blocks": self._table.orphans,
+                "retired_holders": len(self._table.retired),
+                "evicted_by_budget_blocks": self._table.evicted,
+                "lookups": self._lookups,
+                "workers": workers,
+            }
+
+
+def _is_physical(removal_mode: str) -> bool:
+    if removal_mode not in ("physical", "logical"):
+        raise ValueError(f"removal_mode must be 'physical' or 'logical', not {removal_mode!r}")
+    return removal_mode == "physical"
