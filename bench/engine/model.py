@@ -1,0 +1,398 @@
+"""A pure vLLM engine core: continuous batching over a paged KV cache, without clock, I/O or model.
+
+Theory of operation. `step(now_s)` does what one pass of vLLM's v1 scheduler and one forward pass do. Running requests
+get their tokens first, in order of admission; a dry pool preempts the last admitted one, which is recomputed later.
+If nobody was preempted, waiting requests enter first come first served while the token budget, the batch size and
+the pool allow. Blocks are hashed when they are scheduled, so a sibling in the same step already hits them. The hit is
+limited to floor((n-1)/block_size) blocks because the last token must be computed for its logits. The driver advances
+time by `dt_s`, publishes `events` and hands out `tokens`; in between it may add, abort, release or finish pulls.
+
+A request that is not yet visible to the scheduler (front end time) waits in a heap, `next_wake_s` tells when it is due.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator
+
+import xxhash
+
+from bench.engine.events import (
+    FULL_ATTENTION,
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    ExtraKeys,
+)
+from bench.engine.pool import BlockPool
+from bench.engine.request import (
+    Admitted,
+    EngineConfig,
+    EngineStats,
+    FinishReason,
+    Pull,
+    Request,
+    StepResult,
+    Token,
+    mix64,
+)
+from bench.engine.sequence import Sequence
+
+
+class Engine:
+    """One engine core (one data-parallel rank)."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_gpu_blocks)
+        self._incoming: list[tuple[float, int, Sequence]] = []  # heap by the time the scheduler sees it
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._pulling: dict[str, Sequence] = {}
+        self._pulled: deque[Sequence] = deque()  # hold blocks, so they go before the waiting ones
+        self._held: dict[str, list[int]] = {}
+        self._live: dict[str, Sequence] = {}
+        self._unsent: list[Event] = []  # e.g. a reset of an idle engine: leaves with the next step
+        self._arrivals = 0
+        self._stuck = False  # the last step could schedule nothing; only an outside change can help
+        self._first_id, last_id = config.generated_ids
+        self._num_ids = last_id - self._first_id
+        self._prefix_queries = self._prefix_hits = self._external_queries = self._external_hits = 0
+        self._prompt_tokens = self._computed_prompt_tokens = self._generated_tokens = 0
+        self._preemptions = self._steps = 0
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request, now_s: float) -> None:
+        """Queue a request; ValueError if it can never be served or its id is taken."""
+        prompt_len = len(request.prompt_token_ids)
+        if not 1 <= prompt_len < self.config.max_model_len:
+            raise ValueError(f"a prompt needs 1..{self.config.max_model_len - 1} tokens, got {prompt_len}")
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
+        if not 0 <= request.remote_tokens <= prompt_len:
+            raise ValueError(f"remote_tokens {request.remote_tokens} outside of the prompt's {prompt_len}")
+        if request.request_id in self._live or request.request_id in self._held:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        seq = Sequence(request, now_s, self._root_hash(request))
+        self._live[request.request_id] = seq
+        self._arrivals += 1
+        ready_s = now_s + self.config.timing.front_s(prompt_len)
+        heapq.heappush(self._incoming, (ready_s, self._arrivals, seq))
+        self._stuck = False
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request wherever it is, held blocks included. False if it is unknown (already ended)."""
+        if self.release(request_id):
+            return True
+        seq = self._live.pop(request_id, None)
+        if seq is None:
+            return False
+        if self._pulling.pop(request_id, None) is None:
+            for queue in (self._running, self._waiting, self._pulled):
+                if seq in queue:
+                    queue.remove(seq)
+                    break
+            else:
+                self._incoming = [entry for entry in self._incoming if entry[2] is not seq]
+                heapq.heapify(self._incoming)
+        self._free(seq)
+        return True
+
+    def release(self, request_id: str) -> bool:
+        """Give back the blocks a finished request held for another engine (pulled, or its lease ended)."""
+        blocks = self._held.pop(request_id, None)
+        if blocks is None:
+            return False
+        self.pool.free(blocks)
+        self._stuck = False
+        return True
+
+    def held_blocks(self, request_id: str) -> list[int]:
+        """The physical blocks a finished request still pins; empty if none."""
+        return list(self._held.get(request_id, ()))
+
+    def pull_done(self, request_id: str, ok: bool = True) -> None:
+        """The KV asked for by a `Pull` arrived, or failed and is to be computed here. Unknown ids are ignored."""
+        seq = self._pulling.pop(request_id, None)
+        if seq is None:
+            return
+        remote, seq.remote = seq.remote, 0
+        if ok:
+            self._external_hits += remote - seq.num_computed
+            self._cache(seq, remote, self._unsent)
+            seq.num_computed = min(remote, seq.num_tokens - 1)
+            self._pulled.append(seq)
+        else:
+            self._free(seq)
+            self._waiting.appendleft(seq)
+        self._stuck = False
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; refused (False) while any block is in use. Announced with the next step."""
+        if not self.pool.reset():
+            return False
+        if self.config.enable_prefix_caching:
+            self._unsent.append(AllBlocksCleared())
+        return True
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def idle(self) -> bool:
+        """No request is queued, running or waiting for remote KV (held blocks do not count)."""
+        return not self._live
+
+    def next_wake_s(self, now_s: float) -> float | None:
+        """When to call `step`: `now_s` if there is work, later if only unripe arrivals, None if nothing will change."""
+        if not self._stuck and (self._running or self._waiting or self._pulled):
+            return now_s
+        return max(now_s, self._incoming[0][0]) if self._incoming else None
+
+    def step(self, now_s: float) -> StepResult:
+        """One scheduling pass and forward pass begun at `now_s`."""
+        while self._incoming and self._incoming[0][0] <= now_s:
+            self._waiting.append(heapq.heappop(self._incoming)[2])
+        out = StepResult()
+        scheduled: list[tuple[Sequence, int]] = []
+        budget = self._schedule_running(out, scheduled)
+        if not out.preempted:
+            self._schedule_waiting(now_s, budget, out, scheduled)
+        self._stuck = not scheduled and not out.preempted
+        if scheduled:
+            self._steps += 1
+            self._forward(out, scheduled)
+        if self._unsent and (scheduled or out.events):
+            out.events[:0] = self._unsent
+            self._unsent = []
+        return out
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting) + len(self._pulling) + len(self._pulled),
+            waiting_remote=len(self._pulling),
+            incoming=len(self._incoming),
+            held=len(self._held),
+            kv_usage=self.pool.num_used / self.pool.num_usable,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            external_queries=self._external_queries,
+            external_hits=self._external_hits,
+            prompt_tokens=self._prompt_tokens,
+            computed_prompt_tokens=self._computed_prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+            steps=self._steps,
+        )
+
+    def resident(self) -> Iterator[tuple[int, int]]:
+        """(block hash, physical copies) that a request could hit now."""
+        return self.pool.resident()
+
+    def block_hashes(self, request: Request) -> list[int]:
+        """The hashes this engine gives the full blocks of the request's prompt."""
+        seq = Sequence(request, 0.0, self._root_hash(request))
+        seq.hash_full_blocks(self.config.block_size)
+        return seq.hashes
+
+    # --- scheduling -------------------------------------------------------------------------------------------------
+
+    def _schedule_running(self, out: StepResult, scheduled: list[tuple[Sequence, int]]) -> int:
+        budget = self.config.max_num_batched_tokens
+        size = self.config.block_size
+        at = 0
+        while at < len(self._running) and budget > 0:
+            seq = self._running[at]
+            count = min(seq.prompt_len + len(seq.output) - seq.num_computed, budget)
+            end = seq.num_computed + count
+            # Most decode steps stay inside the last block: no call for them.
+            grows = count > 1 or end > len(seq.blocks) * size or end % size == 0
+            while grows and not self._grow(seq, end, out.events):
+                victim = self._running.pop()
+                self._preempt(victim, out)
+                if victim is seq:
+                    return budget
+            scheduled.append((seq, count))
+            budget -= count
+            at += 1
+        return budget
+
+    def _schedule_waiting(
+        self, now_s: float, budget: int, out: StepResult, scheduled: list[tuple[Sequence, int]]
+    ) -> None:
+        while budget > 0 and len(self._running) < self.config.max_num_seqs:
+            queue = self._pulled or self._waiting
+            if not queue:
+                return
+            seq = queue[0]
+            if queue is self._waiting:
+                hits = self._hits(seq)
+                if not self._fits(seq, hits, budget):
+                    return
+                self._admit(seq, hits, now_s, out)
+                if seq.remote > seq.num_computed:
+                    queue.popleft()
+                    self._start_pull(seq, out)
+                    continue
+            count = min(seq.num_tokens - seq.num_computed, budget)
+            if not self._grow(seq, seq.num_computed + count, out.events):
+                return
+            queue.popleft()
+            self._running.append(seq)
+            scheduled.append((seq, count))
+            budget -= count
+
+    def _hits(self, seq: Sequence) -> list[int]:
+        if not self.config.enable_prefix_caching:
+            return []
+        seq.hash_full_blocks(self.config.block_size)
+        return self.pool.lookup(seq.hashes, (seq.num_tokens - 1) // self.config.block_size)
+
+    def _fits(self, seq: Sequence, hits: list[int], budget: int) -> bool:
+        size = self.config.block_size
+        wanted = seq.num_tokens
+        if not self.config.reserve_full_prompt and not seq.remote:
+            wanted = min(wanted, len(hits) * size + budget)
+        missing = math.ceil(wanted / size) - len(hits)
+        return missing + self.pool.num_free_among(hits) <= self.pool.num_free
+
+    def _admit(self, seq: Sequence, hits: list[int], now_s: float, out: StepResult) -> None:
+        request = seq.request
+        self.pool.touch(hits)
+        seq.blocks = hits
+        seq.num_cached = len(hits)
+        seq.num_computed = len(hits) * self.config.block_size
+        if request.report_full and hits:
+            out.events.append(self._stored(seq, 0, len(hits)))
+        if seq.seen:
+            return
+        seq.seen = True
+        self._prompt_tokens += seq.prompt_len
+        self._prefix_queries += seq.prompt_len
+        self._prefix_hits += seq.num_computed
+        remote = max(0, seq.remote - seq.num_computed)
+        self._external_queries += remote
+        out.admitted.append(Admitted(request.request_id, seq.num_computed, remote, now_s - seq.arrival_s))
+
+    def _start_pull(self, seq: Sequence, out: StepResult) -> None:
+        request_id = seq.request.request_id
+        count = math.ceil(seq.num_tokens / self.config.block_size) - len(seq.blocks)
+        self._take(seq, count, out.events)
+        self._pulling[request_id] = seq
+        out.pulls.append(Pull(request_id, seq.remote - seq.num_computed, count))
+
+    def _grow(self, seq: Sequence, num_tokens: int, events: list[Event]) -> bool:
+        """Own the blocks for `num_tokens` tokens and make the full ones findable."""
+        size = self.config.block_size
+        count = -(-num_tokens // size) - len(seq.blocks)
+        if count > 0:
+            if count > self.pool.num_free:
+                return False
+            self._take(seq, count, events)
+        if num_tokens // size > seq.num_cached:
+            self._cache(seq, num_tokens, events)
+        return True
+
+    def _take(self, seq: Sequence, count: int, events: list[Event]) -> None:
+        blocks, evicted = self.pool.allocate(count)
+        seq.blocks += blocks
+        events.extend(BlockRemoved(block_hashes=[it], medium=MEDIUM_GPU, group_idx=0) for it in evicted)
+
+    def _cache(self, seq: Sequence, num_tokens: int, events: list[Event]) -> None:
+        if not self.config.enable_prefix_caching:
+            return
+        first, last = seq.num_cached, num_tokens // self.config.block_size
+        if first >= last:
+            return
+        seq.hash_full_blocks(self.config.block_size)
+        for index in range(first, last):
+            self.pool.cache(seq.blocks[index], seq.hashes[index])
+        seq.num_cached = last
+        events.append(self._stored(seq, first, last))
+
+    def _preempt(self, seq: Sequence, out: StepResult) -> None:
+        self._free(seq)
+        self._waiting.appendleft(seq)
+        self._preemptions += 1
+        out.preempted.append(seq.request.request_id)
+
+    def _free(self, seq: Sequence) -> None:
+        self.pool.free(seq.blocks)
+        seq.blocks = []
+        seq.num_computed = seq.num_cached = 0
+        self._stuck = False
+
+    # --- forward pass -----------------------------------------------------------------------------------------------
+
+    def _forward(self, out: StepResult, scheduled: list[tuple[Sequence, int]]) -> None:
+        decode_seqs = kv_tokens = prefill_tokens = 0
+        pairs = 0.0
+        ended = False
+        for seq, count in scheduled:
+            done = seq.num_computed + count
+            if count == 1:  # also a prompt's last token: it runs in the decode graph
+                decode_seqs += 1
+                kv_tokens += done
+            else:
+                prefill_tokens += count
+                pairs += 0.5 * (done * done - seq.num_computed * seq.num_computed)
+            if seq.num_computed < seq.prompt_len:
+                self._computed_prompt_tokens += min(done, seq.prompt_len) - seq.num_computed
+            seq.num_computed = done
+            if done == seq.prompt_len + len(seq.output):
+                ended = self._sample(seq, out) or ended
+        if ended:
+            self._running = [seq for seq in self._running if seq.request.request_id in self._live]
+        out.decode_seqs, out.prefill_tokens = decode_seqs, prefill_tokens
+        out.dt_s = self.config.timing.step_s(decode_seqs, kv_tokens, prefill_tokens, pairs)
+
+    def _sample(self, seq: Sequence, out: StepResult) -> bool:
+        request = seq.request
+        index = len(seq.output)
+        token_id = self._first_id + mix64(seq.draw + index) % self._num_ids
+        seq.output.append(token_id)
+        self._generated_tokens += 1
+        reason: FinishReason | None = None
+        if token_id in request.stop_token_ids or index + 1 == request.stop_after:
+            reason = "stop"
+        elif index + 1 >= request.max_tokens or seq.num_tokens >= self.config.max_model_len:
+            reason = "length"
+        out.tokens.append(Token(request.request_id, index, token_id, reason))
+        if reason is None:
+            return False
+        del self._live[request.request_id]
+        if request.hold_blocks:
+            self._held[request.request_id] = seq.blocks
+        else:
+            self._free(seq)
+        return True
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _root_hash(self, request: Request) -> int:
+        namespace = f"{request.lora_name!r}\0{request.cache_salt!r}"
+        return xxhash.xxh3_64_intdigest(namespace.encode(), seed=mix64(self.config.seed))
+
+    def _stored(self, seq: Sequence, first: int, last: int) -> BlockStored:
+        request = seq.request
+        size = self.config.block_size
+        extra_keys: ExtraKeys = [
+            [request.lora_name] if request.lora_name is not None else None for _ in range(first, last)
+        ]
+        if first == 0 and request.cache_salt is not None:
+            extra_keys[0] = [*(extra_keys[0] or ()), request.cache_salt]
+        return BlockStored(
+            block_hashes=list(seq.hashes[first:last]),
+            parent_block_hash=seq.hashes[first - 1] if first else None,
+            token_ids=seq.tokens(first * size, last * size),
+            block_size=size,
+            lora_id=request.lora_id,
+            medium=MEDIUM_GPU,
+            lora_name=request.lora_name,
+            extra_keys=extra_keys,
+            group_idx=0,
+            kv_cache_spec_kind=FULL_ATTENTION,
+            session_id=request.session_id,
+        )
