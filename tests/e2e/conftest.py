@@ -1,0 +1,71 @@
+"""Real engines for the end-to-end tests, started once per run. See engines.py and setup.sh."""
+
+import pathlib
+import shutil
+import signal
+import sys
+from collections.abc import Generator, Iterator
+
+import pytest
+
+# The helpers beside the tests; pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from engines import REPOSITORY, VllmServer, start_all, stop_all
+
+LOGS = REPOSITORY / ".e2e" / "logs"
+_running: list[VllmServer] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder needs a real engine."""
+    for item in items:
+        if pathlib.Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test shows the end of each engine's log."""
+    report = yield
+    if report.failed:
+        report.sections += [(f"engine {server.name}", server.log_tail()) for server in _running]
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _terminated_runs_stop_their_engines() -> Iterator[None]:
+    """SIGTERM (a CI time limit) ends the run as Ctrl-C does, so that the fixtures below are torn down."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.fixture(scope="session")
+def engine_logs() -> pathlib.Path:
+    """An empty folder for the engines' logs; it outlives the run."""
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    return LOGS
+
+
+@pytest.fixture(scope="session")
+def three_servers(engine_logs: pathlib.Path) -> Iterator[list[VllmServer]]:
+    """Three like engines: model `tiny` (alias `tiny-alias`), adapter `l1`, so few blocks that eviction happens.
+
+    Shared by all tests, so their caches are not empty. A test that stops or freezes one leaves it serving.
+    """
+    servers = [VllmServer(f"engine{number}", engine_logs, num_blocks=120) for number in range(3)]
+    start_all(servers)
+    _running.extend(servers)
+    yield servers
+    for server in servers:
+        _running.remove(server)
+    stop_all(servers)
+
+
+@pytest.fixture(scope="session")
+def engine(three_servers: list[VllmServer]) -> VllmServer:
+    """The first of the three."""
+    return three_servers[0]
