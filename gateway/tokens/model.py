@@ -1,0 +1,284 @@
+"""The token sources of one model, in order, and the check that keeps the local one honest."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gateway.tokens import estimate, local
+from gateway.tokens.cache import PromptCache
+from gateway.tokens.engine import EngineTokenizer, tokenize_body
+from gateway.tokens.given import ChatPrompt, Size, size_of
+from gateway.tokens.selfcheck import SelfCheck, Tokenizable
+from gateway.tokens.settings import ANY_MODEL, TokenSettings
+from gateway.tokens.types import CannotTokenize, EngineTokenize, Reason, Source, Tokens, join_reasons
+from gateway.tokens.worker import BoundedPool
+
+# Reasons that hold for every source, or that call for less work, not for more of it elsewhere.
+_FINAL = frozenset(
+    {Reason.MALFORMED, Reason.TOO_LARGE, Reason.TRUNCATED, Reason.HARMONY, Reason.QUEUE_FULL, Reason.LOCAL_TIMEOUT}
+)
+# Cache salts: an address would be used again after its object is gone.
+_serials = itertools.count()
+
+LocalState = Literal["none", "loading", "ready", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all models of one service use together."""
+
+    settings: TokenSettings
+    pool: BoundedPool
+    cache: PromptCache
+    rng: random.Random
+    clock_s: Callable[[], float] = time.monotonic
+
+
+@dataclass(slots=True)
+class Budget:
+    """Time one request may still spend in each source, over all its prompts."""
+
+    local_s: float
+    engine_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Ids of a prompt, or of its part before the first media (`prefix_only`), and the bytes of text they stand for."""
+
+    ids: bytes
+    prefix_only: bool
+    text_bytes: int
+
+
+_Find = Callable[[Tokenizable, Size, Budget], Awaitable[_Found]]
+
+
+class ModelTokens:
+    """Sources of one model. `run` brings them up and checks them; `tokens` may be called before and during that."""
+
+    def __init__(self, name: str, root_path: str | None, call: EngineTokenize | None, shared: Shared) -> None:
+        self.name = name
+        self.root_path = root_path
+        self._shared = shared
+        self._settings = shared.settings
+        paths = self._settings.tokenizer_paths
+        self._path = paths.get(name) or paths.get(ANY_MODEL) or root_path
+        # A model card whose root is a hub name still tells this much; its chats never see a chat template.
+        self._harmony = "gpt-oss" in f"{name} {root_path}".lower()
+        self._local: local.LocalTokenizer | None = None
+        self._local_state: LocalState = "loading" if self._path and self._settings.mode != "engine" else "none"
+        self._local_detail: str | None = None
+        self._sample: asyncio.Task[None] | None = None
+        self._served = Counter[str]()
+        self._last_reason: str | None = None
+        self._local_salt = ""
+        self.replace_engine(call)
+
+    def replace_engine(self, call: EngineTokenize | None) -> None:
+        """Another engine serves the model now: what was found out about the local tokenizer must be found out anew."""
+        self._engine_salt = f"engine {next(_serials)}"
+        self.engine: EngineTokenizer | None = None
+        self._check: SelfCheck | None = None
+        if call is None or self._settings.mode == "estimate":
+            return
+        engine = EngineTokenizer(call, self._settings, clock_s=self._shared.clock_s)
+
+        async def engine_ids(prompt: Tokenizable) -> bytes:
+            return await engine.ask(tokenize_body(prompt, self.name, self._settings)[0], self._settings.check_budget_s)
+
+        self.engine = engine
+        self._check = SelfCheck(self._checked_local_ids, engine_ids)
+
+    async def run(self) -> None:
+        """Loads the local tokenizer, then checks it until the engine has said yes or no."""
+        if self._local is None and self._local_state == "loading":
+            await self._load()
+        delay_s = self._settings.check_retry_s
+        while self._local is not None and self._check is not None:
+            if await self._check.run_fixed() != "unverified":
+                return
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, self._settings.check_retry_max_s)
+
+    def cancel(self) -> asyncio.Task[None] | None:
+        """The background comparison under way, for the owner to cancel and await."""
+        return self._sample
+
+    async def tokens(self, prompt: Tokenizable, budget: Budget) -> Tokens:
+        """Tokens of `prompt` from the best source that has any. Never raises for a bad prompt or source."""
+        size = size_of(prompt)
+        reasons: list[Reason | None] = []
+        sources: tuple[tuple[Source, _Find], ...] = (("local", self._from_local), ("engine", self._from_engine))
+        for source, find in sources:
+            try:
+                found = await find(prompt, size, budget)
+                side = "right" if self._local is None else self._local.truncation_side
+                ids = prompt.truncation.apply(found.ids, side, prefix_only=found.prefix_only)
+            except CannotTokenize as exc:
+                reasons.append(exc.reason)
+                if exc.reason in _FINAL:
+                    break
+                continue
+            except Exception:  # A fault of ours must cost this prompt its prefix, not the request.
+                reasons.append(Reason.INTERNAL)
+                continue
+            if found.prefix_only:
+                reasons.append(Reason.MEDIA)
+            elif source == "local":
+                self._maybe_sample(prompt, found.ids)
+            return self._served_as(source, ids, found, size, reasons)
+        return self._served_as("estimate", None, None, size, reasons)
+
+    def _served_as(
+        self, source: Source, ids: bytes | None, found: _Found | None, size: Size, reasons: list[Reason | None]
+    ) -> Tokens:
+        per_token = self._settings.bytes_per_token
+        if ids is None or found is None:
+            n_tokens = size.estimated_tokens(per_token)
+        elif found.prefix_only:
+            rest = max(0, size.n_bytes - found.text_bytes)
+            n_tokens = len(ids) // 4 + estimate.tokens_of(rest, per_token, media=size.media)
+        else:
+            n_tokens = len(ids) // 4
+        reason = join_reasons(*reasons)
+        self._served[source] += 1
+        if reason is not None:
+            self._last_reason = reason
+        prefix_only = found is not None and found.prefix_only
+        return Tokens(ids, n_tokens, source, prefix_only=prefix_only, reason=reason, media_parts=size.media)
+
+    def _refusal(self) -> Reason | None:
+        """Why the local tokenizer is not used, if it is not."""
+        if self._settings.mode in ("engine", "estimate"):
+            return Reason.MODE
+        if self._local is None:
+            return {"none": Reason.NO_TOKENIZER, "loading": Reason.LOADING}.get(self._local_state, Reason.LOAD_FAILED)
+        return Reason.MISMATCH if self._check is not None and self._check.verdict == "mismatch" else None
+
+    async def _from_local(self, prompt: Tokenizable, size: Size, budget: Budget) -> _Found:
+        if (refusal := self._refusal()) is not None:
+            raise CannotTokenize(refusal)
+        if size.n_bytes > self._settings.max_prompt_bytes:
+            raise CannotTokenize(Reason.TOO_LARGE)
+        if budget.local_s <= 0:
+            raise CannotTokenize(Reason.LOCAL_TIMEOUT)
+        began_s = self._shared.clock_s()
+        try:
+            return await self._shared.pool.run(lambda: self._tokenize(prompt), budget_s=budget.local_s)
+        finally:
+            budget.local_s -= self._shared.clock_s() - began_s
+
+    def _tokenize(self, prompt: Tokenizable) -> _Found:
+        """Renders and encodes; runs in a worker thread."""
+        assert self._local is not None  # noqa: S101 - `_refusal` has looked
+        rendered = self._local.text_of(prompt)
+        key = PromptCache.key(rendered.text, f"{self._local_salt}:{prompt.add_special_tokens}")
+        ids = self._shared.cache.get(key)
+        if ids is None:
+            ids = self._local.encode(rendered.text, add_special_tokens=prompt.add_special_tokens)
+            self._shared.cache.put(key, ids)
+        return _Found(ids, rendered.prefix_only, estimate.text_bytes(rendered.text) if rendered.prefix_only else 0)
+
+    async def _from_engine(self, prompt: Tokenizable, size: Size, budget: Budget) -> _Found:
+        if self._settings.mode in ("local", "estimate"):
+            raise CannotTokenize(Reason.MODE)
+        if self.engine is None:
+            raise CannotTokenize(Reason.NO_ENGINE)
+        if size.n_bytes > self._settings.max_prompt_bytes:
+            raise CannotTokenize(Reason.TOO_LARGE)
+        if self._harmony and isinstance(prompt, ChatPrompt):
+            raise CannotTokenize(Reason.HARMONY)  # /tokenize renders the template, which such a chat never sees.
+        if budget.engine_s <= 0:
+            raise CannotTokenize(Reason.ENGINE_OVER_BUDGET)
+        if self.engine.state() == "open":
+            raise CannotTokenize(Reason.BREAKER_OPEN)
+        body, prefix_only = tokenize_body(prompt, self.name, self._settings)
+        key = PromptCache.key(body, self._engine_salt)
+        ids = self._shared.cache.get(key)
+        if ids is None:
+            n_tokens = estimate.tokens_of(len(body), self._settings.bytes_per_token)
+            began_s = self._shared.clock_s()
+            try:
+                ids = await self.engine.tokenize(body, n_tokens)
+            finally:
+                budget.engine_s -= self._shared.clock_s() - began_s
+            self._shared.cache.put(key, ids)
+        return _Found(ids, prefix_only, len(body) if prefix_only else 0)
+
+    async def _checked_local_ids(self, prompt: Tokenizable) -> bytes:
+        return (await self._shared.pool.run(lambda: self._tokenize(prompt))).ids
+
+    def _maybe_sample(self, prompt: Tokenizable, ids: bytes) -> None:
+        if (
+            self._check is None
+            or self.engine is None
+            or self.engine.state() != "closed"
+            or (self._sample is not None and not self._sample.done())
+            or self._shared.rng.random() >= self._settings.check_rate
+        ):
+            return
+        self._sample = asyncio.create_task(self._check.run_sample(prompt, ids))
+
+    def source(self) -> Source:
+        """The source in force for the next prompt."""
+        if self._refusal() is None:
+            return "local"
+        usable = self.engine is not None and self._settings.mode != "local" and self.engine.state() != "open"
+        return "engine" if usable else "estimate"
+
+    def status(self) -> dict[str, Any]:
+        """What an operator wants to know; holds no prompt text."""
+        engine, check = self.engine, self._check
+        return {
+            "source": self.source(),
+            "why_not_local": self._refusal(),
+            "last_reason": self._last_reason,
+            "served": dict(self._served),
+            "local": {"state": self._local_state, "path": self._path, "detail": self._local_detail},
+            "check": None
+            if check is None
+            else {
+                "verdict": check.verdict,
+                "done": check.done,
+                "inconclusive": check.inconclusive,
+                "mismatches": check.mismatches,
+            },
+            "engine": None
+            if engine is None
+            else {
+                "breaker": engine.state(),
+                "opened": engine.breaker.opened,
+                "calls": engine.calls,
+                "failures": engine.failures,
+            },
+        }
+
+    async def _load(self) -> None:
+        path = self._path or ""
+        if not await asyncio.to_thread(os.path.exists, path):
+            # A hub name as root is normal; a configured path that is not there is a fault.
+            configured = path != self.root_path
+            self._local_state = "failed" if configured else "none"
+            self._local_detail = f"no such file or directory: {path}" if configured else "the model's root is not local"
+            return
+        try:
+            self._local = await asyncio.to_thread(local.load, path, self._settings)
+        except local.LoadError as exc:
+            self._local_state, self._local_detail = "failed", str(exc)
+            return
+        except Exception as exc:  # A tokenizer file is foreign input; a bad one must not take the service down.
+            self._local_state, self._local_detail = "failed", f"{path}: {type(exc).__name__}"
+            return
+        self._local_salt = f"local {next(_serials)}"
+        self._local.harmony = self._local.harmony or self._harmony
+        self._harmony = self._local.harmony
+        self._local_state = "ready"

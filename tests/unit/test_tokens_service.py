@@ -1,0 +1,400 @@
+"""Order of sources, the check and the status, with an engine that is a Python function."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.tokens import TokenService, TokenSettings
+from gateway.tokens.local import LocalTokenizer, load
+from gateway.tokens.selfcheck import SelfCheck, Tokenizable
+from gateway.tokens.types import CannotTokenize, EngineTokenize, Reason, pack_ids
+from tests.support.token_models import make_model, reference_ids, tokenizer_json
+
+USER = {"role": "user", "content": "What is the capital of France?"}
+CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
+
+
+class Engine:
+    """Answers /tokenize as vLLM would with the model in `folder`; counts and keeps what it was asked."""
+
+    def __init__(self, folder: Path, shift: int = 0) -> None:
+        self.local = load(str(folder), TokenSettings(trust_request_chat_template=True))
+        self.shift = shift
+        self.status = 200
+        self.asked: list[dict[str, Any]] = []
+
+    async def __call__(self, body: bytes) -> tuple[int, bytes]:
+        asked = json.loads(body)
+        self.asked.append(asked)
+        if self.status != 200:
+            return self.status, b"{}"
+        ids = engine_ids(self.local, asked)
+        return 200, json.dumps({"count": len(ids), "tokens": [i + self.shift for i in ids]}).encode()
+
+
+def engine_ids(local: LocalTokenizer, asked: dict[str, Any]) -> list[int]:
+    from gateway.tokens.given import ChatPrompt, TextPrompt, prompts_of
+
+    (prompt,) = prompts_of("completions" if "prompt" in asked else "chat", asked)
+    assert isinstance(prompt, ChatPrompt | TextPrompt)
+    text = local.text_of(prompt).text
+    return reference_ids(text, add_special_tokens=prompt.add_special_tokens)
+
+
+@asynccontextmanager
+async def serving(
+    root: Path | str | None, engine: EngineTokenize | None = None, **settings: Any
+) -> AsyncIterator[TokenService]:
+    defaults = {"check_rate": 0.0, "engine_budget_s": 5.0, "local_budget_s": 30.0}
+    service = TokenService(TokenSettings(**defaults | settings), rng=random.Random(1))
+    await service.start()
+    service.set_model("m", None if root is None else str(root), engine)
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for happens in other threads and tasks
+            await asyncio.sleep(0.005)
+
+
+def verdict(service: TokenService) -> str:
+    check = service.status()["m"]["check"]
+    return str(check["verdict"]) if check else "none"
+
+
+def loaded(service: TokenService) -> bool:
+    return bool(service.status()["m"]["local"]["state"] not in ("loading",))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "chatml")
+
+
+async def test_given_ids_need_nobody() -> None:
+    async with serving(None) as service:
+        (tokens,) = await service.tokens_for("completions", {"prompt": [3, 4, 5]}, "never heard of")
+        assert (tokens.ids, tokens.n_tokens, tokens.source, tokens.reason) == (pack_ids([3, 4, 5]), 3, "given", None)
+
+
+async def test_local_is_used_and_verified_against_the_engine(folder: Path) -> None:
+    engine = Engine(folder)
+    async with serving(folder, engine) as service:
+        await until(lambda: verdict(service) == "verified")
+        asked = len(engine.asked)
+        (tokens,) = await service.tokens_for("chat", CHAT, "m")
+        expected = reference_ids(
+            f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+        )
+        assert list(tokens.as_array()) == expected
+        assert (tokens.n_tokens, tokens.source, tokens.reason) == (len(expected), "local", None)
+        assert len(engine.asked) == asked, "the engine is not asked when the local tokenizer answers"
+        status = service.status()["m"]
+        assert status["source"] == "local"
+        assert status["check"]["done"] >= 10
+        assert status["check"]["mismatches"] == 0
+        assert status["served"] == {"local": 1}
+
+
+async def test_a_mismatch_switches_to_the_engine_and_says_so(folder: Path) -> None:
+    async with serving(folder, Engine(folder, shift=1)) as service:
+        await until(lambda: verdict(service) == "mismatch")
+        (tokens,) = await service.tokens_for("completions", {"prompt": "hi"}, "m")
+        assert tokens.source == "engine"
+        assert list(tokens.as_array()) == [i + 1 for i in reference_ids("hi", add_special_tokens=True)]
+        assert tokens.reason == "local_mismatch"
+        status = service.status()["m"]
+        assert (status["source"], status["why_not_local"]) == ("engine", "local_mismatch")
+        assert status["check"]["mismatches"] == 1
+
+
+async def test_another_engine_clears_a_mismatch(folder: Path) -> None:
+    async with serving(folder, Engine(folder, shift=1)) as service:
+        await until(lambda: verdict(service) == "mismatch")
+        good = Engine(folder)
+        service.set_model("m", str(folder), good)
+        await until(lambda: verdict(service) == "verified")
+        asked = len(good.asked)
+        service.set_model("m", str(folder), good)
+        await asyncio.sleep(0)
+        assert len(good.asked) == asked
+        assert verdict(service) == "verified", "the same arguments change nothing"
+        service.set_model("m", str(folder), None)
+        assert service.status()["m"]["check"] is None
+        assert (await service.tokens_for("chat", CHAT, "m"))[0].source == "local"
+
+
+async def test_a_sample_finds_what_the_fixed_cases_miss(folder: Path) -> None:
+    class Treacherous(Engine):
+        async def __call__(self, body: bytes) -> tuple[int, bytes]:
+            self.shift = int(b"secret" in body)
+            return await super().__call__(body)
+
+    async with serving(folder, Treacherous(folder), check_rate=1.0) as service:
+        await until(lambda: verdict(service) == "verified")
+        (tokens,) = await service.tokens_for("completions", {"prompt": "the secret word"}, "m")
+        assert tokens.source == "local"
+        await until(lambda: verdict(service) == "mismatch")
+
+
+async def test_a_template_that_prints_the_time_gets_a_second_look(folder: Path) -> None:
+    class Midnight(Engine):
+        async def __call__(self, body: bytes) -> tuple[int, bytes]:
+            self.shift = int(len(self.asked) == 0)
+            return await super().__call__(body)
+
+    async with serving(folder, Midnight(folder)) as service:
+        await until(lambda: verdict(service) == "verified")
+
+
+async def test_unverified_until_the_engine_answers(folder: Path) -> None:
+    engine = Engine(folder)
+    engine.status = 503
+    async with serving(folder, engine, check_retry_s=0.01) as service:
+        await until(lambda: loaded(service) and len(engine.asked) >= 3)
+        assert verdict(service) == "unverified"
+        (tokens,) = await service.tokens_for("chat", CHAT, "m")
+        assert tokens.source == "local"
+        engine.status = 200
+        await until(lambda: verdict(service) == "verified")
+
+
+async def test_no_local_tokenizer_means_engine(folder: Path) -> None:
+    engine = Engine(folder)
+    async with serving("org/some-model", engine) as service:
+        await until(lambda: loaded(service))
+        (tokens,) = await service.tokens_for("chat", CHAT, "m")
+        assert (tokens.source, tokens.reason) == ("engine", "no_local_tokenizer")
+        assert tokens.n_tokens == len(tokens.as_array()) > 0
+        local = service.status()["m"]["local"]
+        assert (local["state"], local["detail"]) == ("none", "the model's root is not local")
+        again = await service.tokens_for("chat", CHAT, "m")
+        assert again == [tokens]
+        assert len(engine.asked) == 1, "the same prompt again comes from the cache"
+
+
+async def test_a_configured_path_beats_the_model_card_and_must_exist(folder: Path) -> None:
+    async with serving("org/x", None, tokenizer_paths={"m": str(folder)}) as service:
+        await until(lambda: loaded(service))
+        assert (await service.tokens_for("chat", CHAT, "m"))[0].source == "local"
+    async with serving(folder, None, tokenizer_paths={"*": "/no/such/place"}) as service:
+        await until(lambda: loaded(service))
+        (tokens,) = await service.tokens_for("chat", CHAT, "m")
+        assert (tokens.ids, tokens.source, tokens.reason) == (None, "estimate", "local_load_failed; no_engine")
+        assert "/no/such/place" in service.status()["m"]["local"]["detail"]
+
+
+async def test_the_engine_gets_what_the_chat_endpoint_would_use(folder: Path) -> None:
+    engine = Engine(folder)
+    body = {
+        **CHAT,
+        "messages": [USER, {"role": "assistant", "content": "x", "reasoning_content": "why"}],
+        "documents": [{"title": "t", "text": "d"}],
+        "reasoning_effort": "none",
+        "chat_template_kwargs": {"flavour": "fig"},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    async with serving(None, engine) as service:
+        (tokens,) = await service.tokens_for("chat", body, "m")
+    assert tokens.source == "engine"
+    (asked,) = engine.asked
+    assert asked["model"] == "m"
+    assert asked["messages"][1] == {"role": "assistant", "content": "x", "reasoning": "why"}
+    assert asked["chat_template_kwargs"] == {
+        "flavour": "fig", "documents": body["documents"], "reasoning_effort": "none", "enable_thinking": False
+    }  # fmt: skip
+    assert (asked["add_generation_prompt"], asked["continue_final_message"]) == (False, True)
+    assert asked["tools"] == body["tools"]
+    assert asked["add_special_tokens"] is False
+
+
+async def test_images_never_reach_the_engine(folder: Path) -> None:
+    engine = Engine(folder)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:SECRET"}}]}
+    body = {"messages": [{"role": "system", "content": "S"}, USER, image, USER]}
+    async with serving(None, engine) as service:
+        (tokens,) = await service.tokens_for("chat", body, "m")
+        assert "SECRET" not in json.dumps(engine.asked)
+        assert (tokens.source, tokens.prefix_only, tokens.media_parts) == ("engine", True, 1)
+        assert tokens.reason == "no_local_tokenizer; media_after_prefix"
+        assert tokens.n_tokens > len(tokens.as_array()) > 0
+        (first,) = await service.tokens_for("chat", {"messages": [image]}, "m")
+        assert (first.ids, first.source) == (None, "estimate")
+        assert len(engine.asked) == 1
+
+
+async def test_prefix_before_an_image_is_a_prefix_of_the_text_chat(folder: Path) -> None:
+    text = [{"role": "system", "content": "S"}, USER]
+    image = {
+        "role": "user",
+        "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "x"}}],
+    }
+    async with serving(folder) as service:
+        await until(lambda: loaded(service))
+        (plain,) = await service.tokens_for("chat", {"messages": text, "add_generation_prompt": False}, "m")
+        (tokens,) = await service.tokens_for("chat", {"messages": [*text, image]}, "m")
+    assert tokens.prefix_only
+    assert tokens.source == "local"
+    assert plain.ids is not None
+    assert tokens.ids is not None
+    assert tokens.ids.startswith(plain.ids)
+    assert tokens.n_tokens > 500, "the image counts"
+
+
+async def test_several_prompts_come_back_in_order(folder: Path) -> None:
+    async with serving(folder) as service:
+        await until(lambda: loaded(service))
+        out = await service.tokens_for("completions", {"prompt": ["one", [9], "two three"]}, "m")
+    assert [t.source for t in out] == ["local", "given", "local"]
+    assert list(out[2].as_array()) == reference_ids("two three", add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("auto", "local"), ("local", "local"), ("engine", "engine"), ("estimate", "estimate")],
+)
+async def test_modes(mode: str, expected: str, folder: Path) -> None:
+    async with serving(folder, Engine(folder), mode=mode) as service:
+        await until(lambda: loaded(service))
+        (tokens,) = await service.tokens_for("chat", CHAT, "m")
+        assert tokens.source == expected
+        assert service.status()["m"]["source"] == expected
+        assert tokens.n_tokens > 0
+
+
+async def test_mode_local_does_not_serve_ids_known_to_be_wrong(folder: Path) -> None:
+    async with serving(folder, Engine(folder, shift=1), mode="local") as service:
+        await until(lambda: verdict(service) == "mismatch")
+        (tokens,) = await service.tokens_for("chat", CHAT, "m")
+        assert (tokens.ids, tokens.reason) == (None, "local_mismatch; mode")
+
+
+async def test_a_full_queue_sheds_to_the_estimate_and_the_loop_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    entered = threading.Event()
+
+    def stuck(self: LocalTokenizer, text: str, *, add_special_tokens: bool) -> bytes:
+        entered.set()
+        assert release.wait(30)
+        return pack_ids([1])
+
+    engine = Engine(folder)
+    async with serving(folder, engine, threads=1, max_queued=2) as service:
+        await until(lambda: verdict(service) == "verified")
+        asked = len(engine.asked)
+        monkeypatch.setattr(LocalTokenizer, "encode", stuck)
+        jobs = [asyncio.create_task(service.tokens_for("completions", {"prompt": f"p{i}"}, "m")) for i in range(2)]
+        await until(entered.is_set)
+        (shed,) = await service.tokens_for("completions", {"prompt": "one too many"}, "m")
+        assert (shed.ids, shed.source, shed.reason) == (None, "estimate", "local_queue_full")
+        assert len(engine.asked) == asked, "shedding must not move the load to the engines"
+        assert service.usage()["jobs_shed"] == 1
+        release.set()
+        assert [(await job)[0].source for job in jobs] == ["local", "local"]
+        await until(lambda: service.usage()["jobs"] == 0)
+        assert (await service.tokens_for("completions", {"prompt": "again"}, "m"))[0].source == "local"
+
+
+async def test_a_slow_local_tokenizer_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def stuck(self: LocalTokenizer, text: str, *, add_special_tokens: bool) -> bytes:
+        assert release.wait(30)
+        return pack_ids([1])
+
+    async with serving(folder, local_budget_s=0.05) as service:
+        await until(lambda: loaded(service))
+        monkeypatch.setattr(LocalTokenizer, "encode", stuck)
+        (tokens,) = await service.tokens_for("completions", {"prompt": "p"}, "m")
+        assert (tokens.ids, tokens.reason) == (None, "local_timeout")
+        release.set()
+
+
+async def test_a_prompt_over_the_bound_is_estimated(folder: Path) -> None:
+    async with serving(folder, Engine(folder), max_prompt_bytes=1000) as service:
+        await until(lambda: verdict(service) == "verified")
+        (tokens,) = await service.tokens_for("completions", {"prompt": "x" * 4000}, "m")
+        assert (tokens.ids, tokens.n_tokens, tokens.reason) == (None, 1000, "prompt_too_large")
+
+
+async def test_an_unknown_model_and_a_removed_one(folder: Path) -> None:
+    async with serving(folder) as service:
+        (tokens,) = await service.tokens_for("chat", CHAT, "other")
+        assert (tokens.ids, tokens.reason) == (None, "unknown_model")
+        service.remove_model("m")
+        service.remove_model("m")
+        assert service.status() == {}
+        assert (await service.tokens_for("chat", CHAT, "m"))[0].source == "estimate"
+
+
+async def test_harmony_chats_are_flagged_text_is_not(folder: Path) -> None:
+    engine = Engine(folder)
+    async with serving("openai/gpt-oss-20b", engine) as service:
+        await until(lambda: loaded(service))
+        (chat,) = await service.tokens_for("chat", CHAT, "m")
+        (text,) = await service.tokens_for("completions", {"prompt": "x"}, "m")
+    assert (chat.ids, chat.reason) == (None, "no_local_tokenizer; harmony_rendered_by_engine")
+    assert text.source == "engine"
+
+
+async def test_models_with_other_tokenizers_do_not_share_cached_ids(folder: Path, tmp_path: Path) -> None:
+    other = tokenizer_json("typing.py", 500)
+    make_model(tmp_path, "chatml", tokenizer=other)
+    async with serving(folder) as service:
+        service.set_model("n", str(tmp_path))
+        await until(lambda: all(s["local"]["state"] == "ready" for s in service.status().values()))
+        text = "def argument_parser(self):"
+        (one,) = await service.tokens_for("completions", {"prompt": text}, "m")
+        (two,) = await service.tokens_for("completions", {"prompt": text}, "n")
+    assert list(one.as_array()) == reference_ids(text, add_special_tokens=True)
+    assert list(two.as_array()) == reference_ids(text, add_special_tokens=True, tokenizer=other)
+
+
+async def test_no_prompt_text_in_logs_status_or_reasons(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    word = "xylophonist"
+    async with serving(folder, Engine(folder, shift=1), check_rate=1.0) as service:
+        await until(lambda: verdict(service) == "mismatch")
+        out = []
+        for body in (
+            {"messages": [{"role": "user", "content": word}]},
+            {"messages": [{"role": "user", "content": [{"type": word}]}]},
+            {"messages": [{"role": word, "content": None}], "chat_template": "{{" + word},
+        ):
+            out += await service.tokens_for("chat", body, "m")
+        shown = json.dumps(service.status()) + repr([t.reason for t in out]) + caplog.text
+    assert word not in shown
+
+
+async def test_a_round_of_checks_ends_with_the_first_call_the_engine_misses() -> None:
+    asked = 0
+
+    async def local_ids(prompt: Tokenizable) -> bytes:
+        return b""
+
+    async def engine_ids(prompt: Tokenizable) -> bytes:
+        nonlocal asked
+        asked += 1
+        raise CannotTokenize(Reason.ENGINE_REJECTED if asked == 1 else Reason.ENGINE_TIMEOUT)
+
+    check = SelfCheck(local_ids, engine_ids)
+    assert await check.run_fixed() == "unverified"
+    assert asked == 2, "a refused case is skipped; an engine that is away is left alone until the next round"
