@@ -1,0 +1,62 @@
+"""Predicted seconds. The constants are priors measured on two H200 (see docs/architecture.md); hardware weights scale
+them.
+
+Symbols: n prompt tokens, h of them held, m = n - h to compute, q = (n^2 - h^2) / 2 their attention work.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Constants(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker's time is made of."""
+
+    front_base_s: float = 0.008
+    front_per_token_s: float = 2.4e-6
+    """Every server that sees a request reads, renders and tokenises all of it, cached or not."""
+    comp_floor_s: float = 0.042
+    """A prefill step takes this long however little there is to compute."""
+    comp_per_token_s: float = 21e-6
+    comp_per_attention_s: float = 1.0e-9
+    step_base_s: float = 5.04e-3
+    step_per_stream_s: float = 0.0116e-3
+    step_per_kv_token_s: float = 3.31e-3 / 100_000
+    kv_bytes_per_token: float = 147_456
+    cpu_tier_bytes_per_s: float = 20e9
+    disk_tier_bytes_per_s: float = 2e9
+    expected_output_tokens: float = 256
+    """How long an answer is thought to be when the request does not bound it lower."""
+
+
+class CostModel:
+    """Prices the parts of one request on one worker. `weight` is the worker's speed relative to the constants."""
+
+    def __init__(self, constants: Constants | None = None) -> None:
+        self.constants = constants or Constants()
+
+    def front_s(self, n_tokens: int) -> float:
+        c = self.constants
+        return c.front_base_s + c.front_per_token_s * n_tokens
+
+    def comp_s(self, n_tokens: int, held_tokens: int, weight: float = 1.0) -> float:
+        """Computing what is not held, as one prefill."""
+        c = self.constants
+        fresh = n_tokens - held_tokens
+        attention = (n_tokens * n_tokens - held_tokens * held_tokens) / 2
+        work = c.comp_per_token_s * fresh + c.comp_per_attention_s * attention
+        return (work if work > c.comp_floor_s else c.comp_floor_s) / weight
+
+    def load_s(self, cpu_tokens: int, disk_tokens: int) -> float:
+        """Bringing blocks up from lower tiers. The token counts are what each tier adds to the one above."""
+        c = self.constants
+        return c.kv_bytes_per_token * (cpu_tokens / c.cpu_tier_bytes_per_s + disk_tokens / c.disk_tier_bytes_per_s)
+
+    def step_s(self, streams: float, kv_tokens: float, weight: float = 1.0) -> float:
+        """One decode step of `streams` running answers over `kv_tokens` of KV cache."""
+        c = self.constants
+        return (c.step_base_s + c.step_per_stream_s * streams + c.step_per_kv_token_s * kv_tokens) / weight
+
+    def output_tokens(self, max_output_tokens: int | None) -> float:
+        expected = self.constants.expected_output_tokens
+        return expected if max_output_tokens is None else min(float(max_output_tokens), expected)

@@ -1,0 +1,80 @@
+"""What has been promised to a worker's ranks and not come back yet.
+
+A booking holds on to the very load it was booked on, not to a name: when a worker leaves and returns under the same
+name, an old booking settles with the old load and the new one is untouched. Settling twice is harmless, so nothing
+goes negative.
+"""
+
+from __future__ import annotations
+
+
+class Booking:
+    """One request on one rank: first its prefill, then (after `first_token`) its decode stream."""
+
+    __slots__ = ("booked_s", "comp_s", "kv_tokens", "load", "prefilling", "settled")
+
+    def __init__(self, load: Load, comp_s: float, kv_tokens: int, now_s: float) -> None:
+        self.load = load
+        self.comp_s = comp_s
+        self.kv_tokens = kv_tokens
+        self.booked_s = now_s
+        self.prefilling = True
+        self.settled = False
+        load.prefills[self] = None
+        load.kv_tokens += kv_tokens
+
+    def first_token(self, now_s: float) -> None:
+        if self.prefilling and not self.settled:
+            self.prefilling = False
+            del self.load.prefills[self]
+            self.load.head_since_s = now_s
+            self.load.streams += 1
+
+    def grow(self, n_tokens: int) -> None:
+        """`n_tokens` more were generated."""
+        if not self.settled:
+            self.kv_tokens += n_tokens
+            self.load.kv_tokens += n_tokens
+
+    def settle(self, now_s: float) -> None:
+        """The request is over on this rank, however it ended."""
+        if self.settled:
+            return
+        self.settled = True
+        if self.prefilling:
+            del self.load.prefills[self]
+            self.load.head_since_s = now_s
+        else:
+            self.load.streams -= 1
+        self.load.kv_tokens -= self.kv_tokens
+
+
+class Load:
+    """The bookings of one (worker, rank), in order."""
+
+    __slots__ = ("head_since_s", "kv_tokens", "prefills", "streams")
+
+    def __init__(self) -> None:
+        self.prefills: dict[Booking, None] = {}
+        self.streams = 0
+        self.kv_tokens = 0
+        """KV tokens of everything booked, answers so far included."""
+        self.head_since_s = 0.0
+        """When the prefill that is first in line got there, at the latest."""
+
+    @property
+    def requests(self) -> int:
+        return len(self.prefills) + self.streams
+
+    def prefill_backlog_s(self, now_s: float) -> float:
+        """Booked prefill seconds still ahead of a newcomer: all of them, less what the first has probably had
+        already.
+        """
+        if not self.prefills:
+            return 0.0
+        head = next(iter(self.prefills))
+        elapsed = max(0.0, now_s - max(head.booked_s, self.head_since_s))
+        backlog = 0.0
+        for booking in self.prefills:
+            backlog += booking.comp_s
+        return max(0.0, backlog - min(elapsed, head.comp_s))
