@@ -135,11 +135,12 @@ class ApproximateIndex:
         rank: int,
         prompt: Prompt,
         cached_tokens: int,
+        assumed_at_s: float,
         *,
         model: str | None = None,
         lora: str | int | None = None,
     ) -> None:
-        """The engine found `cached_tokens` of a prompt that was assumed there before it ran.
+        """The engine found `cached_tokens` of a prompt that had been assumed there at `assumed_at_s`, before it ran.
 
         If it found less than had been claimed, its cache had given up a block last used at some time, and with it, the
         cache being LRU, everything that was used no later.
@@ -154,8 +155,8 @@ class ApproximateIndex:
         if first_missing >= min(len(keys), (prompt.n_tokens - 1) // size):
             return
         touch = assumed.blocks.get(keys[first_missing])
-        if touch is None or touch.before_s is None:
-            return
+        if touch is None or touch.before_s is None or touch.at_s != assumed_at_s:
+            return  # never claimed, or claimed anew by a request that has not been answered
         self.corrections += 1
         for key in [k for k, t in assumed.blocks.items() if t.at_s <= touch.before_s]:
             self._drop(assumed, key)

@@ -16,6 +16,8 @@ from indexer.plane import NO_PARENT, ROOT_PARENT
 from indexer.table import ENTRY_BYTES, KEY_BYTES, ORPHAN_BYTES, SLICE_BLOCKS, Table
 
 _MAX_BLOCK_SIZE = 1 << 16
+UNKNOWN = -1
+"""In place of a key: the block is not known (yet)."""
 
 
 class Ingest:
@@ -85,16 +87,17 @@ class Ingest:
                 key = root(event.lora_name if event.lora_name is not None else event.lora_id, block_size)
             else:
                 found = entries.own.get(parent)
-                if found is None and (found := state.find_key(parent, entries)) is None:
-                    run = Run(parent, hashes, tokens, block_size, extras, entries.tier, entries.group)
-                    self._await_parent(state, entries, run, count_copies)
-                    return
-                key = found
+                if found is None:
+                    found = state.find_key(parent, entries)
+                key = UNKNOWN if found is None else found
             distinct = n == 1 or (n <= SLICE_BLOCKS and len(set(hashes)) == n)
-            if distinct and not state.orphans.blocks and entries.own.keys().isdisjoint(hashes):
+            if distinct and key != UNKNOWN and not state.orphans.blocks and entries.own.keys().isdisjoint(hashes):
                 self._store_new(state, entries, hashes, tokens, extras, key, parent is None)
                 return
         run = Run(parent, hashes, tokens, block_size, extras, entries.tier, entries.group)
+        if key == UNKNOWN:
+            self._await_parent(state, entries, run, count_copies)
+            return
         for start in range(0, n, SLICE_BLOCKS):
             with self._lock:
                 if not self._table.is_current(state):
@@ -183,20 +186,36 @@ class Ingest:
                 self._table.version += 1
 
     def _await_parent(self, state: HolderState, entries: EntryMap, run: Run, count_copies: bool) -> None:
-        known = next((i for i, h in enumerate(run.hashes) if h in entries.own), None)
-        if known is not None:
-            # the rest of the run hangs on a block we do know; only what comes before it has to wait
-            h = run.hashes[known]
-            self._table.count_copy(entries, h, count_copies)
-            tail = _cut(run, h, known + 1, len(run.hashes))
-            self._store_slice(state, entries, tail, entries.own[h], 0, len(tail.hashes), count_copies)
-            run = _cut(run, run.parent, 0, known)
-        if run.hashes:
-            self._table.make_room(len(run.hashes), ORPHAN_BYTES)
-            before = state.orphans.blocks
-            state.orphans.add(run, count_copies)
-            self._table.orphans += state.orphans.blocks - before
-            state.counters["orphaned_blocks"] += run.live
+        """The parent of `run` is unknown: keep its blocks for later, but for those that hang on a block we do know."""
+        n = len(run.hashes)
+        parent = run.parent
+        for start in range(0, n, SLICE_BLOCKS):
+            stop = min(start + SLICE_BLOCKS, n)
+            with self._lock:
+                if not self._table.is_current(state):
+                    return
+                own = entries.own
+                key = own.get(parent) if parent is not None else None
+                known = next((i for i in range(start, stop) if run.hashes[i] in own), stop)
+                if key is None and known > start:
+                    self._keep_orphans(state, _cut(run, parent, start, known), count_copies)
+                if key is not None:
+                    self._store_slice(
+                        state, entries, _cut(run, parent, start, stop), key, 0, stop - start, count_copies
+                    )
+                elif known < stop:
+                    h = run.hashes[known]
+                    self._table.count_copy(entries, h, count_copies)
+                    tail = _cut(run, h, known + 1, stop)
+                    self._store_slice(state, entries, tail, own[h], 0, len(tail.hashes), count_copies)
+            parent = run.hashes[stop - 1]
+
+    def _keep_orphans(self, state: HolderState, run: Run, count_copies: bool) -> None:
+        self._table.make_room(len(run.hashes), ORPHAN_BYTES)
+        before = state.orphans.blocks
+        state.orphans.add(run, count_copies)
+        self._table.orphans += state.orphans.blocks - before
+        state.counters["orphaned_blocks"] += run.live
 
     def _store_slice(
         self, state: HolderState, entries: EntryMap, run: Run, key: int, start: int, stop: int, count_copies: bool

@@ -92,7 +92,9 @@ def extra_parts(value: Any, lora_name: str | None) -> list[bytes]:
                 continue
             item = item[1] if tagged else head
         if isinstance(item, str):
-            if item != lora_name:
+            if item == lora_name:
+                lora_name = None  # named once; a salt of the same text follows it
+            else:
                 out.append(item.encode("utf-8", "surrogatepass"))
         elif isinstance(item, (bytes, bytearray)):
             out.append(bytes(item))

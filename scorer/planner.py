@@ -323,7 +323,9 @@ class Planner:
         if flight.prompt is None or flight.worker.publishes_events:
             return
         facts = flight.facts
-        self.approximate.correct(*flight.holder, flight.prompt, cached_tokens, model=facts.model, lora=facts.lora)
+        self.approximate.correct(
+            *flight.holder, flight.prompt, cached_tokens, flight.planned_s, model=facts.model, lora=facts.lora
+        )
 
 
 def _prompt(facts: RequestFacts) -> Prompt | None:

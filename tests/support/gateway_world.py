@@ -1,0 +1,95 @@
+"""A whole gateway in front of fake engines, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+
+from bench.engine.config import FakeVllmConfig
+from bench.engine.server import FakeVllm
+from bench.engine.timing import preset
+from gateway.config import Config
+from gateway.config.schema import GatewayConfig, HealthConfig, LoggingConfig, TokensConfig, Worker
+from gateway.run import Gateway
+
+
+def engine(**changes: Any) -> FakeVllmConfig:
+    """A fast small engine that serves `tiny`."""
+    config = FakeVllmConfig(**{"model": "tiny", **changes})
+    return config.with_engine(timing=preset("instant"), max_model_len=16_384, num_gpu_blocks=4000)
+
+
+class Fleet:
+    """In a test: ``async with Fleet(a=engine(), b=engine()) as fleet:``. Ready when it is entered."""
+
+    def __init__(self, **engines: FakeVllmConfig) -> None:
+        self._configs = engines
+        self.engines: dict[str, FakeVllm] = {}
+
+    async def __aenter__(self) -> Fleet:
+        self._stack = AsyncExitStack()
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def _start(self) -> None:
+        for name, config in self._configs.items():
+            self.engines[name] = await self._stack.enter_async_context(FakeVllm(config))
+        gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0)
+        config = Config(
+            gateway=gateway,
+            workers=tuple(Worker(url=server.url, name=name) for name, server in self.engines.items()),
+            health=HealthConfig(scrape_interval_s=0.1),
+            tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
+            logging=LoggingConfig(level="error"),
+        )
+        self.gateway = await self._stack.enter_async_context(Gateway(config))
+        self.core = self.gateway.core
+        self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
+        await until(lambda: set(self.core.capabilities) == set(self.engines))
+        await until(lambda: all(f.endpoint_state == "connected" for f in self.core.ingest.status().values()))
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.port}"
+
+    @property
+    def admin(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.admin_port}"
+
+    async def get(self, url: str) -> tuple[int, Any]:
+        async with self.http.get(url) as response:
+            return response.status, _decoded(await response.text())
+
+    async def post(self, url: str, body: Any = None) -> tuple[int, Any, Any]:
+        """(status, body, headers)"""
+        async with self.http.post(url, json=body) as response:
+            return response.status, _decoded(await response.text()), response.headers
+
+    async def complete(self, prompt: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+        """(worker, usage) of a completion that must succeed."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, **fields}
+        status, answer, headers = await self.post(self.url + "/v1/completions", body)
+        assert status == 200, answer
+        return headers["x-warmroute-worker"], answer["usage"]
+
+
+async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.005)
+
+
+def _decoded(text: str) -> Any:
+    return json.loads(text) if text.startswith(("{", "[")) else text
