@@ -45,6 +45,8 @@ class RawEngine:
         self.topic = topic
         self.answers = True
         self.old_layout = old
+        self.lost_in_replay: set[int] = set()
+        """Batches that the next answer lacks."""
         self.requests: list[int] = []
         self.history: list[tuple[int, bytes]] = []
         self.next_seq = 0
@@ -112,9 +114,10 @@ class RawEngine:
             if not self.answers:
                 continue
             for seq, payload in list(self.history):
-                if seq >= self.requests[-1]:
+                if seq >= self.requests[-1] and seq not in self.lost_in_replay:
                     head = [client, b""] if self.old_layout else [client, b"", self.topic]
                     router.send_multipart([*head, seq.to_bytes(8, "big"), payload])
+            self.lost_in_replay = set()
             router.send_multipart([client, b"", END, b""] if self.old_layout else [client, b"", b"", END, b""])
 
 

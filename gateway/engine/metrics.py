@@ -1,0 +1,132 @@
+"""vLLM's `/metrics` -> EngineStats.
+
+Only the dozen series that are used are picked out of the text, by one regular expression: 0.3 ms for vLLM 0.32's 71 kB
+where a full Prometheus parser takes 14 ms, which at one scrape per worker and second is a core for 70 workers.
+
+Names changed over time; the newest one present counts. What an engine does not say is None, never 0. A worker with
+several engines (data-parallel ranks) has one sample of each per engine: counts are added up, shares averaged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from scorer.types import EngineStats
+
+# Series without their prefix, newest name first.
+_RUNNING = ("num_requests_running",)
+_WAITING = ("num_requests_waiting",)
+_QUERIES = ("prefix_cache_queries_total", "gpu_prefix_cache_queries_total")
+_HITS = ("prefix_cache_hits_total", "gpu_prefix_cache_hits_total")
+_PROMPT = ("prompt_tokens_total",)
+_GENERATION = ("generation_tokens_total",)
+_PREEMPTIONS = ("num_preemptions_total",)
+_PREFILL_SUM = ("request_prefill_time_seconds_sum",)
+_PREFILL_COUNT = ("request_prefill_time_seconds_count",)
+_KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
+_CACHE_CONFIG = "cache_config_info"
+_SLEEP = "engine_sleep_state"
+_START = "process_start_time_seconds"
+_SUMMED = (_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT, _GENERATION, _PREEMPTIONS, _PREFILL_SUM, _PREFILL_COUNT)
+_NAMES = "|".join([*(name for names in _SUMMED for name in names), *_KV_USAGE, _CACHE_CONFIG, _SLEEP])
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_SERIES = re.compile(
+    rf"^(?:vllm[:_]({_NAMES})|({_START}))[ \t]*(?:\{{((?:[^\"}}]|{_QUOTED})*)\}})?[ \t]*([^ \t\r\n]+)", re.MULTILINE
+)
+_LABEL = re.compile(rf"([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*({_QUOTED})")
+
+_Samples = dict[str, list[tuple[str, float]]]
+
+
+class Scrape(msgspec.Struct, frozen=True):
+    """One reading. `asleep` is None when the engine does not say; asleep, it serves nothing and has no cache."""
+
+    stats: EngineStats
+    asleep: bool | None
+
+
+def parse_metrics(text: str, scraped_at_s: float) -> Scrape:
+    """Read the Prometheus text of one worker. Lines that are no samples are passed over."""
+    samples: _Samples = defaultdict(list)
+    for name, start, labels, number in _SERIES.findall(text):
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            samples[name or start].append((labels, value))
+    usage = _newest(samples, _KV_USAGE)
+    engines = [_labels(labels) for labels, _ in samples.get(_CACHE_CONFIG, ())]
+    block_sizes = [_count(engine.get("block_size")) for engine in engines]
+    blocks = [_count(engine.get("num_gpu_blocks")) for engine in engines]
+    stats = EngineStats(
+        scraped_at_s=scraped_at_s,
+        running=_sum(samples, _RUNNING),
+        waiting=_sum(samples, _WAITING),
+        kv_usage=min(1.0, max(0.0, sum(usage) / len(usage))) if usage else None,
+        block_size=next((size for size in block_sizes if size), None),
+        kv_blocks=_total(blocks),
+        kv_capacity_tokens=_capacity_tokens(engines, blocks, block_sizes),
+        prefix_caching=_prefix_caching(engines),
+        prefix_queries_tokens=_sum(samples, _QUERIES),
+        prefix_hits_tokens=_sum(samples, _HITS),
+        prompt_tokens=_sum(samples, _PROMPT),
+        generation_tokens=_sum(samples, _GENERATION),
+        preemptions=_sum(samples, _PREEMPTIONS),
+        prefill_time_sum_s=_sum(samples, _PREFILL_SUM),
+        prefill_time_count=_sum(samples, _PREFILL_COUNT),
+        process_start_s=max((value for _, value in samples.get(_START, ())), default=None),
+    )
+    return Scrape(stats, _asleep(samples.get(_SLEEP, ())))
+
+
+def _newest(samples: _Samples, names: Sequence[str]) -> list[float]:
+    return next(([value for _, value in samples[name]] for name in names if name in samples), [])
+
+
+def _sum(samples: _Samples, names: Sequence[str]) -> float | None:
+    values = _newest(samples, names)
+    return sum(values) if values else None
+
+
+def _labels(text: str) -> dict[str, str]:
+    return {name: quoted[1:-1] for name, quoted in _LABEL.findall(text)}
+
+
+def _capacity_tokens(
+    engines: list[dict[str, str]], blocks: list[int | None], block_sizes: list[int | None]
+) -> int | None:
+    """Hybrid models have fewer tokens than blocks times block size, and newer engines say how many."""
+    tokens = [_count(engine.get("kv_cache_size_tokens")) for engine in engines]
+    if None in tokens:
+        tokens = [n * size if n and size else None for n, size in zip(blocks, block_sizes, strict=True)]
+    return _total(tokens)
+
+
+def _prefix_caching(engines: list[dict[str, str]]) -> bool | None:
+    said = [engine.get("enable_prefix_caching") for engine in engines]
+    return None if not said or None in said else all(text == "True" for text in said)
+
+
+def _count(text: str | None) -> int | None:
+    """A label that holds a number; "None" and 0 mean that the engine does not know."""
+    try:
+        return int(float(text or "")) or None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _total(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _asleep(states: Sequence[tuple[str, float]]) -> bool | None:
+    """One sample per state and engine; the state that holds is 1."""
+    awake = [value for labels, value in states if _labels(labels).get("sleep_state") == "awake"]
+    return any(value == 0 for value in awake) if awake else None
