@@ -8,6 +8,15 @@ from gateway.config.read import Text
 
 _DEST = "key:"
 
+ALIASES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("workers",): ("--worker", "--worker-urls"),
+    ("gateway", "host"): ("--host",),
+    ("gateway", "port"): ("--port",),
+    ("scorer", "policy"): ("--policy",),
+    ("tokens", "tokenizer"): ("--tokenizer",),
+}
+"""Shorter names, and those of neighbouring routers, beside the flag that is made from the key."""
+
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """`--config FILE` and one flag for each key."""
@@ -38,14 +47,14 @@ def parse_flags(
 def _add_flag(group: "argparse._ArgumentGroup", path: tuple[str, ...], key: Key) -> None:
     dest = _DEST + ".".join(path)
     help_text = f"{key.description} ({key.expected}; {env_name(path)})".replace("%", "%%")
-    flag, metavar = flag_name(path), path[-1].upper()
+    flags, metavar = (flag_name(path), *ALIASES.get(path, ())), path[-1].upper()
     if key.is_workers:
         group.add_argument(
-            flag, dest=dest, action="append", metavar="URL[,URL]", default=argparse.SUPPRESS, help=help_text
+            *flags, dest=dest, action="append", metavar="URL[,URL]", default=argparse.SUPPRESS, help=help_text
         )
     elif key.type is bool:
         group.add_argument(
-            flag, dest=dest, nargs="?", const="true", metavar="BOOL", default=argparse.SUPPRESS, help=help_text
+            *flags, dest=dest, nargs="?", const="true", metavar="BOOL", default=argparse.SUPPRESS, help=help_text
         )
     else:
-        group.add_argument(flag, dest=dest, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
+        group.add_argument(*flags, dest=dest, metavar=metavar, default=argparse.SUPPRESS, help=help_text)

@@ -154,11 +154,11 @@ class TokensConfig(_Section, frozen=True):
 class HealthConfig(_Section, frozen=True):
     """Which workers may be chosen."""
 
-    eject_after_s: Annotated[Seconds, Meta(description="A worker that failed this long without success gets none.")] = (
-        4.0
-    )
+    eject_after_s: Annotated[
+        Seconds,
+        Meta(description="Silence with work in hand, while others answer, that ejects a worker; the fault window too."),
+    ] = 3.0
     scrape_interval_s: Annotated[Seconds, Meta(description="Period of reading each worker's /metrics.")] = 1.0
-    probe_interval_s: Annotated[Seconds, Meta(description="Period of probing a worker that gets no requests.")] = 2.0
 
 
 class LoggingConfig(_Section, frozen=True):

@@ -59,6 +59,15 @@ def test_idle_ties_do_not_all_go_to_one_worker() -> None:
     assert max(hits.values()) < 30
 
 
+def test_among_equally_cheap_idle_workers_the_cached_one_is_taken() -> None:
+    """A prefill step has a floor, so a short prompt costs the same everywhere; where it is cached it evicts nobody."""
+    for seed in range(20):
+        rig = fleet(*(W(f"w{i}") for i in range(4)), seed=seed)
+        rig.hold("w2", prompt(160))
+        assert rig.route(prompt(160)).chosen.decode == ("w2", 0)
+        assert rig.route(prompt(160)).chosen.decode != ("w2", 0)  # busy now, so no longer equal
+
+
 def test_a_burst_spreads_because_each_decision_is_booked() -> None:
     rig = fleet(*(W(f"w{i}") for i in range(4)))
     hits = Counter(rig.route(prompt(2000, seed=i)).chosen.decode[0] for i in range(40))

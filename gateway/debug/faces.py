@@ -1,0 +1,122 @@
+"""The pages by path: what the main port shows to everybody, and what only the admin port does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from gateway.core import Core
+from gateway.debug.cache import cache
+from gateway.debug.explain import explain
+from gateway.debug.gauges import FleetGauges
+from gateway.debug.health import degradations, health, is_usable
+from gateway.proxy import errors
+from gateway.proxy.access import AccessLog
+from gateway.proxy.body import read_body
+from gateway.proxy.errors import SERVER_NAME, json_response
+from gateway.proxy.server import Page, run_page, target_of
+
+_SECRET_KEY = re.compile(r"(^|_)(api_key|password|secret|token)$")
+_MASK = "********"
+_GET = frozenset({"GET", "HEAD"})
+
+
+class Faces:
+    """`draining` tells whether the gateway is going down, which readiness must show first; `in_flight` how many
+    requests are being served.
+    """
+
+    def __init__(
+        self, core: Core, access: AccessLog, *, draining: Callable[[], bool], in_flight: Callable[[], int]
+    ) -> None:
+        self._core = core
+        self._draining = draining
+        self._gauges = FleetGauges(core, access, in_flight)
+        core.metrics.registry.register(self._gauges)
+
+    def public(self) -> dict[str, Page]:
+        return {
+            "/health": self._health,
+            "/ping": self._health,
+            "/livez": self._livez,
+            "/readyz": self._readyz,
+            "/metrics": self._metrics,
+        }
+
+    def private(self) -> dict[str, Page]:
+        return {
+            **self.public(),
+            "/debug/cache": self._cache,
+            "/debug/config": self._config,
+            "/debug/explain": self._explain,
+        }
+
+    def _health(self, request: web.BaseRequest) -> web.Response:
+        body = health(self._core)
+        return json_response(_indented(body), 200 if body["usable"] else 503)
+
+    def _livez(self, request: web.BaseRequest) -> web.Response:
+        return json_response(b'{"status":"ok"}')
+
+    def _readyz(self, request: web.BaseRequest) -> web.Response:
+        """503 while nothing can be served or we are going down; `?verbose` names every degradation."""
+        core, draining = self._core, self._draining()
+        usable = sum(is_usable(core, worker) for worker in core.fleet.workers.values())
+        ready = bool(usable) and not draining
+        body: dict[str, Any] = {"ready": ready, "draining": draining, "usable_workers": usable}
+        if "verbose" in request.rel_url.query:
+            found = degradations(core)
+            body["degraded"] = [msgspec.to_builtins(each) for each in found]
+        return json_response(_indented(body), 200 if ready else 503)
+
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        self._gauges.refresh()
+        text = await asyncio.to_thread(generate_latest, self._core.metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Server": SERVER_NAME})
+
+    def _cache(self, request: web.BaseRequest) -> web.Response:
+        return json_response(_indented(cache(self._core)))
+
+    def _config(self, request: web.BaseRequest) -> web.Response:
+        return json_response(_indented(masked(msgspec.to_builtins(self._core.config))))
+
+    async def _explain(self, request: web.BaseRequest) -> web.Response:
+        if request.method != "POST":
+            raise errors.method_not_allowed(request.method, "/debug/explain", frozenset({"POST"}))
+        body = await read_body(request, self._core.config.gateway.max_body_bytes)
+        answer = await explain(self._core, body, request.headers, request.rel_url.query.get("kind"))
+        return json_response(_indented(answer))
+
+
+class AdminPort:
+    """Pages by exact path; nothing is forwarded but what a page forwards."""
+
+    def __init__(self, pages: dict[str, Page]) -> None:
+        self._pages = pages
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = target_of(request).partition("?")[0]
+        page = self._pages.get(path)
+        if page is None:
+            return errors.unknown_url(request.method, path).response()
+        return await run_page(page, request)
+
+
+def masked(value: Any, key: str = "") -> Any:
+    """`value` with every secret's text replaced."""
+    if isinstance(value, dict):
+        return {name: masked(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(item, key) for item in value]
+    return _MASK if isinstance(value, str) and _SECRET_KEY.search(key) else value
+
+
+def _indented(body: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"

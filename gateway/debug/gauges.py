@@ -1,0 +1,182 @@
+"""Gauges read off the parts when `/metrics` is asked for. A value nobody knows is NaN, never 0."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.core import Core
+from gateway.engine.feed import FeedStatus
+from gateway.proxy.access import AccessLog
+from scorer.fleet import Worker
+from scorer.types import Role
+
+
+class FleetGauges(Collector):
+    """`refresh` on the event loop, then `collect` anywhere."""
+
+    def __init__(self, core: Core, access: AccessLog, in_flight: Callable[[], int]) -> None:
+        self._core = core
+        self._in_flight = in_flight
+        self._access = access
+        self._families: list[Metric] = []
+
+    def refresh(self) -> None:
+        self._families = list(self._read())
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+    def _read(self) -> Iterator[Metric]:
+        build = GaugeMetricFamily("warmroute_build_info", "The version that runs.", labels=["version"])
+        build.add_metric([version("warmroute")], 1)
+        yield build
+        yield _gauge("requests_in_flight", "Requests being served.", self._in_flight())
+        yield from self._fleet()
+        yield from self._hits()
+        yield from self._events()
+        yield from self._index()
+        yield from self._tokens()
+        dropped = CounterMetricFamily("warmroute_access_log_lines_dropped", "Access log lines there was no room for.")
+        dropped.add_metric([], self._access.dropped)
+        yield dropped
+
+    def _fleet(self) -> Iterator[Metric]:
+        workers = list(self._core.fleet.workers.values())
+        roles = GaugeMetricFamily("warmroute_workers", "Workers known, by role.", labels=["role"])
+        for role in Role:
+            roles.add_metric([role.value], sum(worker.role is role for worker in workers))
+        yield roles
+        for name, (text, read) in _BY_WORKER.items():
+            family = GaugeMetricFamily(f"warmroute_{name}", text, labels=["worker"])
+            for worker in workers:
+                family.add_metric([worker.name], read(worker))
+            yield family
+        available = GaugeMetricFamily(
+            "warmroute_worker_available", "Whether requests may go there now.", labels=["worker"]
+        )
+        age = GaugeMetricFamily(
+            "warmroute_engine_stats_age_seconds", "Since the engine's metrics were last read.", labels=["worker"]
+        )
+        now_s = time.monotonic()
+        for worker in workers:
+            available.add_metric([worker.name], float(self._core.available(worker.name)))
+            stats = worker.stats
+            age.add_metric([worker.name], math.nan if stats is None else max(0.0, now_s - stats.scraped_at_s))
+        yield available
+        yield age
+
+    def _hits(self) -> Iterator[Metric]:
+        for name, (text, field) in _HITS.items():
+            family = CounterMetricFamily(f"warmroute_{name}", text, labels=["worker"])
+            for worker, stats in self._core.hits.workers.items():
+                family.add_metric([worker], getattr(stats, field))
+            yield family
+
+    def _events(self) -> Iterator[Metric]:
+        feeds: dict[str, list[FeedStatus]] = {name: [] for name in self._core.fleet.workers}
+        for (name, _), feed in self._core.ingest.status().items():
+            if name in feeds:
+                feeds[name].append(feed)
+        counters = {
+            "event_batches": ("Batches of KV events applied.", "batches"),
+            "events": ("KV events applied.", "events"),
+            "event_gaps": ("Gaps seen in the sequence of batches.", "gaps"),
+            "event_missing_batches": ("Batches never received.", "missing_batches"),
+        }
+        for name, (text, field) in counters.items():
+            counter = CounterMetricFamily(f"warmroute_{name}", text, labels=["worker"])
+            for worker, ranks in feeds.items():
+                counter.add_metric([worker], sum(getattr(feed, field) for feed in ranks))
+            yield counter
+        known = GaugeMetricFamily(
+            "warmroute_events_arriving", "Whether the worker's own events say what it holds.", labels=["worker"]
+        )
+        partial = GaugeMetricFamily(
+            "warmroute_events_partial", "Whether batches are missing from what is known of it.", labels=["worker"]
+        )
+        for worker, ranks in feeds.items():
+            known.add_metric([worker], float(self._core.fleet.workers[worker].publishes_events))
+            partial.add_metric([worker], float(any(feed.partial for feed in ranks)))
+        yield known
+        yield partial
+        failures = CounterMetricFamily("warmroute_event_ingest", "Counts of the event intake.", labels=["what"])
+        for what, n in sorted(self._core.ingest.counters().items()):
+            failures.add_metric([what], n)
+        yield failures
+
+    def _index(self) -> Iterator[Metric]:
+        stats = self._core.index.stats()
+        yield _gauge("index_bytes", "Accounted memory of the prefix index.", stats["bytes"])
+        yield _gauge("index_budget_bytes", "Its bound.", stats["budget_bytes"])
+        yield _gauge("index_entries", "Blocks held by all workers together.", stats["entries"])
+        yield _gauge("index_orphan_blocks", "Blocks that wait for their parent.", stats["orphan_blocks"])
+        keys = GaugeMetricFamily("warmroute_index_blocks", "Different blocks known, by tier.", labels=["tier"])
+        for tier, n in stats["keys"].items():
+            keys.add_metric([tier], n)
+        yield keys
+        evicted = CounterMetricFamily("warmroute_index_evicted_blocks", "Blocks forgotten to stay within the budget.")
+        evicted.add_metric([], stats["evicted_by_budget_blocks"])
+        yield evicted
+        lookups = CounterMetricFamily("warmroute_index_lookups", "Prompts looked up.")
+        lookups.add_metric([], stats["lookups"])
+        yield lookups
+
+    def _tokens(self) -> Iterator[Metric]:
+        usage = self._core.tokens.usage()
+        yield _gauge("tokenizer_jobs", "Prompts being tokenised here.", usage["jobs"])
+        yield _gauge("tokenizer_cache_bytes", "Memory of the token cache.", usage["cache_bytes"])
+        jobs = CounterMetricFamily("warmroute_tokenizer_cache", "Look-ups in the token cache.", labels=["result"])
+        jobs.add_metric(["hit"], usage["cache_hits"])
+        jobs.add_metric(["miss"], usage["cache_misses"])
+        yield jobs
+        shed = CounterMetricFamily("warmroute_tokenizer_jobs_shed", "Prompts not tokenised because too many waited.")
+        shed.add_metric([], usage["jobs_shed"])
+        yield shed
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"warmroute_{name}", text, value=value)
+
+
+def _stat(worker: Worker, field: str) -> float:
+    value = None if worker.stats is None else getattr(worker.stats, field)
+    return math.nan if value is None else float(value)
+
+
+_BY_WORKER: dict[str, tuple[str, Callable[[Worker], float]]] = {
+    "worker_draining": ("Whether it is on its way out.", lambda w: float(w.draining)),
+    "worker_booked_prefills": (
+        "Requests sent there whose first token is not here yet.",
+        lambda w: float(sum(len(load.prefills) for load in w.loads.values())),
+    ),
+    "worker_booked_streams": (
+        "Answers that are being received.",
+        lambda w: float(sum(load.streams for load in w.loads.values())),
+    ),
+    "worker_booked_kv_tokens": (
+        "KV tokens of everything in flight there.",
+        lambda w: float(sum(load.kv_tokens for load in w.loads.values())),
+    ),
+    "engine_running": ("Requests the engine says it runs.", lambda w: _stat(w, "running")),
+    "engine_waiting": ("Requests the engine says wait.", lambda w: _stat(w, "waiting")),
+    "engine_kv_usage_ratio": ("Share of KV blocks in use.", lambda w: _stat(w, "kv_usage")),
+}
+
+_HITS = {
+    "worker_chosen": ("Placements by worker.", "requests"),
+    "prompt_tokens": ("Prompt tokens sent to each worker.", "prompt_tokens"),
+    "predicted_cached_tokens": ("Prompt tokens predicted to be in the worker's KV cache.", "predicted_tokens"),
+    "reported_prompt_tokens": ("Prompt tokens of the answers that told what was cached.", "compared_prompt_tokens"),
+    "reported_predicted_cached_tokens": ("What was predicted for those answers.", "compared_predicted_tokens"),
+    "actual_cached_tokens": ("What those answers told.", "actual_tokens"),
+}
+"""Counter -> (help, field of HitStats)."""

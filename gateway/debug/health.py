@@ -1,0 +1,141 @@
+"""`/health` (can anything be served?) and `/readyz` (and what is worse than it could be?)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from gateway.core import Core
+from gateway.engine.health import State
+from scorer.fleet import Worker
+from scorer.types import Role
+
+_STALE_INTERVALS = 3.0
+
+
+class Degradation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that makes decisions worse or capacity less. `what` is from a closed set."""
+
+    what: str
+    worker: str | None = None
+    model: str | None = None
+    detail: str
+
+
+def health(core: Core) -> dict[str, Any]:
+    """Workers by name with role and state; `usable` counts those a request can be sent to."""
+    workers = {name: _worker(core, worker) for name, worker in sorted(core.fleet.workers.items())}
+    usable = [w for w in core.fleet.workers.values() if is_usable(core, w)]
+    return {
+        "status": "ok" if usable else "unavailable",
+        "usable": len(usable),
+        "workers": workers,
+        "roles": {role.value: sum(w.role is role for w in core.fleet.workers.values()) for role in Role},
+    }
+
+
+def is_usable(core: Core, worker: Worker) -> bool:
+    """Whether it can answer clients' requests now."""
+    return (
+        worker.role is not Role.PREFILL and bool(worker.models) and not worker.draining and core.available(worker.name)
+    )
+
+
+def _worker(core: Core, worker: Worker) -> dict[str, Any]:
+    state = core.health.state(worker.name)
+    return {
+        "role": worker.role.value,
+        "state": "draining" if worker.draining else "asleep" if worker.name in core.asleep else state.state.value,
+        "reason": state.reason,
+        "models": sorted(worker.models or ()),
+        "adapters": sorted(worker.adapters),
+        "ranks": len(worker.loads),
+        "requests": sum(load.requests for load in worker.loads.values()),
+    }
+
+
+def degradations(core: Core) -> list[Degradation]:
+    """Everything that is not as it should be, by name."""
+    problems = [d.problem for d in core.discoveries if d.problem is not None] + core.ended_discoveries
+    found = [Degradation(what="discovery", detail=problem) for problem in problems]
+    if not core.fleet.workers:
+        return [*found, Degradation(what="no_workers", detail="no worker is configured or discovered")]
+    return [*found, *_of_workers(core), *_of_events(core), *_of_tokens(core)]
+
+
+def _of_workers(core: Core) -> Iterator[Degradation]:
+    now_s = time.monotonic()
+    stale_s = _STALE_INTERVALS * core.config.health.scrape_interval_s
+    scrapes = core.scraper.status()
+    for name, worker in sorted(core.fleet.workers.items()):
+        state, scrape = core.health.state(name), scrapes.get(name)
+        if worker.draining:
+            yield Degradation(what="worker_draining", worker=name, detail="it is on its way out")
+        if name in core.asleep:
+            yield Degradation(what="worker_asleep", worker=name, detail="the engine sleeps")
+        if state.state is not State.HEALTHY:
+            yield Degradation(what="worker_ejected", worker=name, detail=f"{state.state.value}: {state.reason}")
+        elif state.suspicion is not None:
+            yield Degradation(what="worker_suspected", worker=name, detail=state.suspicion)
+        if scrape is not None and scrape.reachable is False:
+            yield Degradation(what="worker_down", worker=name, detail=scrape.reason or "no answer")
+        if worker.models is None:
+            yield Degradation(what="models_unknown", worker=name, detail="it has not said what it serves")
+        if worker.stats is None:
+            yield Degradation(what="stats_missing", worker=name, detail="its metrics were never read")
+        elif now_s - worker.stats.scraped_at_s > stale_s:
+            age_s = now_s - worker.stats.scraped_at_s
+            yield Degradation(what="stats_stale", worker=name, detail=f"its metrics are {age_s:.1f} s old")
+        if worker.stats is not None and worker.stats.prefix_caching is False:
+            yield Degradation(what="prefix_caching_off", worker=name, detail="the engine keeps no prefixes")
+
+
+def _of_events(core: Core) -> Iterator[Degradation]:
+    feeds = core.ingest.status()
+    for name, worker in sorted(core.fleet.workers.items()):
+        mine = [feed for (feed_worker, _), feed in sorted(feeds.items()) if feed_worker == name]
+        if not mine:
+            sources = core.capabilities[name].event_sources if name in core.capabilities else None
+            reasons = {source.unreachable for source in (sources or {}).values() if source.unreachable}
+            why = (
+                f"its address cannot be reached from here ({', '.join(sorted(reasons))})"
+                if reasons
+                else (
+                    "the engine does not say where it publishes any" if sources is None else "the engine publishes none"
+                )
+            )
+            yield Degradation(what="events_missing", worker=name, detail=f"{why}; its cache is guessed from our sends")
+            continue
+        for feed in mine:
+            if feed.endpoint_state not in ("connected", "listening"):
+                detail = f"rank {feed.rank}: {feed.endpoint} is {feed.endpoint_state}"
+                yield Degradation(what="events_disconnected", worker=name, detail=detail)
+            elif feed.phase != "live":
+                detail = f"rank {feed.rank}: earlier events are still being fetched"
+                yield Degradation(what="events_catching_up", worker=name, detail=detail)
+            elif feed.partial:
+                detail = f"rank {feed.rank}: {feed.missing_batches} batches are missing"
+                yield Degradation(what="events_partial", worker=name, detail=detail)
+            elif feed.replay_endpoint is None:
+                yield Degradation(
+                    what="replay_missing", worker=name, detail=f"rank {feed.rank}: a gap cannot be filled"
+                )
+        if not worker.publishes_events and core.hits.workers.get(name) and core.hits.workers[name].requests:
+            yield Degradation(
+                what="events_silent", worker=name, detail="no event has come although requests were sent there"
+            )
+
+
+def _of_tokens(core: Core) -> Iterator[Degradation]:
+    for model, status in core.tokens.status().items():
+        source = status["source"]
+        if source == "estimate":
+            reason = status["why_not_local"] or status["last_reason"] or "no source"
+            detail = f"prompts are not tokenised ({reason}): placed by load alone"
+            yield Degradation(what="tokens_estimated", model=model, detail=detail)
+        elif source == "engine":
+            detail = f"each prompt is tokenised by an engine ({status['why_not_local'] or 'no local tokenizer'})"
+            yield Degradation(what="tokens_by_engine", model=model, detail=detail)

@@ -1,0 +1,52 @@
+"""Cached tokens as predicted, against cached tokens as the engines reported them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HitStats(msgspec.Struct):
+    """Sums over the answers of one worker that reported their cached tokens (`compared`), and over all of them."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    compared: int = 0
+    compared_prompt_tokens: int = 0
+    compared_predicted_tokens: int = 0
+    actual_tokens: int = 0
+    over_tokens: int = 0
+    """Predicted but not there, summed over the requests where that was so."""
+    under_tokens: int = 0
+    """There but not predicted."""
+
+
+class HitBook:
+    """`HitStats` by worker."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, HitStats] = {}
+
+    def add_worker(self, worker: str) -> None:
+        self.workers.setdefault(worker, HitStats())
+
+    def remove_worker(self, worker: str) -> None:
+        self.workers.pop(worker, None)
+
+    def predicted(self, worker: str, prompt_tokens: int, predicted_tokens: int) -> None:
+        stats = self.workers.get(worker)
+        if stats is not None:
+            stats.requests += 1
+            stats.prompt_tokens += prompt_tokens
+            stats.predicted_tokens += predicted_tokens
+
+    def reported(self, worker: str, prompt_tokens: int, predicted_tokens: int, actual_tokens: int) -> None:
+        stats = self.workers.get(worker)
+        if stats is None:
+            return
+        stats.compared += 1
+        stats.compared_prompt_tokens += prompt_tokens
+        stats.compared_predicted_tokens += predicted_tokens
+        stats.actual_tokens += actual_tokens
+        stats.over_tokens += max(0, predicted_tokens - actual_tokens)
+        stats.under_tokens += max(0, actual_tokens - predicted_tokens)

@@ -1,0 +1,147 @@
+"""Counters and histograms of the data plane. Labels take values from closed sets and from the fleet, never from
+clients.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.metrics import MetricWrapperBase
+
+from scorer.types import TokenSource
+
+# From an idle small model's first token to a queue nobody should wait in.
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
+_DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
+_OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_STATUSES = {int(status): str(int(status)) for status in HTTPStatus}
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # A second series for each, which nobody asks for.
+
+REJECTED = (
+    "bad_request",
+    "body_too_large",
+    "model_not_found",
+    "no_worker",
+    "over_concurrency",
+    "unknown_path",
+)
+"""Reasons for which a request never reached a worker."""
+RETRIED = ("connect", "disconnected", "status_502", "status_503")
+CUT = ("client_left", "upstream_broke", "timeout", "drained")
+"""Why an answer was not relayed to its end."""
+NO_WORKER = "none"
+
+
+class Metrics:
+    """One registry. `add_worker` makes a worker's series appear, `remove_worker` makes them go."""
+
+    def __init__(self, policy: str) -> None:
+        self.registry = registry = CollectorRegistry(auto_describe=True)
+        self._requests = Counter(
+            "warmroute_requests", "Requests answered, by worker and status.", ("worker", "status"), registry=registry
+        )
+        self._rejected = Counter(
+            "warmroute_requests_rejected", "Requests that never reached a worker.", ("reason",), registry=registry
+        )
+        self._retries = Counter(
+            "warmroute_retries", "Second attempts on another worker or connection.", ("reason",), registry=registry
+        )
+        self._cut = Counter(
+            "warmroute_answers_cut", "Answers not relayed to their end, by cause.", ("reason",), registry=registry
+        )
+        self._decisions = Counter(
+            "warmroute_decisions",
+            "Placements, by policy, by where the prefill runs and by where the token ids came from.",
+            ("policy", "prefill", "tokens"),
+            registry=registry,
+        )
+        self._ejections = Counter(
+            "warmroute_ejections",
+            "Times a worker was taken out for failing or stalling.",
+            ("worker",),
+            registry=registry,
+        )
+        self.overhead = Histogram(
+            "warmroute_overhead_seconds",
+            "From the request body's last byte to the decision, tokenising included.",
+            buckets=_OVERHEAD_BUCKETS_S,
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "warmroute_time_to_first_token_seconds",
+            "From the request body's last byte to the first byte of a streamed answer.",
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "warmroute_request_duration_seconds",
+            "From the request's headers to the answer's last byte.",
+            buckets=_DURATION_BUCKETS_S,
+            registry=registry,
+        )
+        self._request_series: dict[tuple[str, int], Counter] = {}
+        self._workers: dict[str, Counter] = {}
+        self._decided: dict[tuple[bool, TokenSource], Counter] = {
+            (remote, source): self._decisions.labels(policy, "remote" if remote else "local", source.value)
+            for remote in (False, True)
+            for source in TokenSource
+        }
+        for family, reasons in ((self._rejected, REJECTED), (self._retries, RETRIED), (self._cut, CUT)):
+            for reason in reasons:
+                family.labels(reason)
+
+    def add_worker(self, worker: str) -> None:
+        if worker not in self._workers:
+            self._workers[worker] = self._ejections.labels(worker)
+            self._request_child(worker, 200)
+
+    def remove_worker(self, worker: str) -> None:
+        if self._workers.pop(worker, None) is None:
+            return
+        self._ejections.remove(worker)
+        for key in [key for key in self._request_series if key[0] == worker]:
+            del self._request_series[key]
+            _remove(self._requests, worker, _status(key[1]))
+
+    def request(self, worker: str | None, status: int, duration_s: float) -> None:
+        """One request was answered; `worker` None: not by a worker."""
+        if worker is None or worker not in self._workers:
+            worker = NO_WORKER
+        self._request_child(worker, status).inc()
+        self.duration.observe(duration_s)
+
+    def rejected(self, reason: str) -> None:
+        self._rejected.labels(reason).inc()
+
+    def retried(self, reason: str) -> None:
+        self._retries.labels(reason).inc()
+
+    def cut(self, reason: str) -> None:
+        self._cut.labels(reason).inc()
+
+    def decided(self, *, remote: bool, source: TokenSource) -> None:
+        self._decided[remote, source].inc()
+
+    def ejected(self, worker: str) -> None:
+        series = self._workers.get(worker)
+        if series is not None:
+            series.inc()
+
+    def _request_child(self, worker: str, status: int) -> Counter:
+        child = self._request_series.get((worker, status))
+        if child is None:
+            child = self._request_series[worker, status] = self._requests.labels(worker, _status(status))
+        return child
+
+
+def _status(status: int) -> str:
+    return _STATUSES.get(status) or ("499" if status == 499 else f"{status // 100}xx")
+
+
+def _remove(family: MetricWrapperBase, *labels: str) -> None:
+    try:
+        family.remove(*labels)
+    except KeyError:
+        return  # Two unknown statuses share one series.

@@ -1,0 +1,113 @@
+"""`warmroute doctor URL...`: the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.cli import Parser
+from gateway.doctor.examine import Options, examine, is_listening
+from gateway.doctor.report import as_document, as_text, exit_code, wants_colour
+from gateway.errors import UserError
+
+_API_KEY = "VLLM_API_KEY"
+
+
+def main(args: Sequence[str]) -> int:
+    """Exit code 0: nothing worse than a note; 1: warnings; 2: errors (or bad usage)."""
+    parser = Parser(
+        "warmroute doctor",
+        "Check what cache-aware routing needs of vLLM servers. Sends each rank a few hundred random token ids, two to "
+        f"four times, with max_tokens=1. The environment variable {_API_KEY} is sent as bearer token.",
+    )
+    parser.add_argument("urls", metavar="URL", nargs="+", help="vLLM servers, e.g. http://10.0.0.1:8000")
+    parser.add_argument("--tokenizer", metavar="PATH", help="local model directory or tokenizer.json to compare")
+    parser.add_argument(
+        "--events",
+        metavar="ENDPOINT",
+        action="append",
+        default=[],
+        help="rank 0's event address, if the server does not tell: once, or once per URL in their order; "
+        "tcp://*:PORT listens for engines that connect",
+    )
+    parser.add_argument(
+        "--replay", metavar="ENDPOINT", action="append", default=[], help="rank 0's replay address, likewise"
+    )
+    parser.add_argument("--no-probe", action="store_true", help="send no prompt")
+    parser.add_argument("--timeout-s", type=_positive, default=5.0, metavar="S", help="bound of each wait (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse(args)
+    given = [worker_url(text) for text in options.urls]
+    urls = list(dict.fromkeys(given))
+    if options.tokenizer is not None and not os.path.exists(options.tokenizer):
+        raise UserError(f"--tokenizer: no such file or directory: {options.tokenizer}")
+    key = os.environ.get(_API_KEY)
+    report = asyncio.run(
+        examine(
+            urls,
+            Options(
+                timeout_s=options.timeout_s,
+                tokenizer=options.tokenizer,
+                events=_by_url("--events", options.events, given),
+                replays=_by_url("--replay", options.replay, given),
+                probe=not options.no_probe,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+            ),
+            rng=random.SystemRandom(),
+            repeated=[url for url in urls if given.count(url) > 1],
+        )
+    )
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(as_document(report)), indent=2).decode())
+    else:
+        print(as_text(report, colour=wants_colour()))
+    return exit_code(report)
+
+
+def worker_url(text: str) -> str:
+    """The normal form of a worker's URL. Raises UserError."""
+    full = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(full)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UserError(f"{text}: {error}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise UserError(f"{text}: not an http:// or https:// URL")
+    if parts.username or parts.password:
+        raise UserError(f"a URL must not hold credentials; set {_API_KEY} instead")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise UserError(f"{text}: give the server's address without a path")
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}:{port}" if port is not None else f"{parts.scheme}://{shown}"
+
+
+def _by_url(flag: str, endpoints: Sequence[str], given: Sequence[str]) -> dict[str, str]:
+    for endpoint in endpoints:
+        where = urlsplit(endpoint.replace("*", "any"))
+        try:
+            valid = where.scheme == "ipc" or (where.scheme == "tcp" and bool(where.hostname) and where.port is not None)
+        except ValueError:
+            valid = False
+        if not valid:
+            raise UserError(f"{flag}: {endpoint} is not tcp://HOST:PORT or ipc://PATH")
+        if flag == "--replay" and "*" in endpoint:
+            raise UserError(f"{flag}: {endpoint}: give the engine's host, it listens for replays itself")
+    if len(endpoints) == 1 and is_listening(endpoints[0]):
+        return dict.fromkeys(given, endpoints[0])
+    if endpoints and len(endpoints) != len(given):
+        raise UserError(f"{flag} must be given once per URL ({len(given)}), not {len(endpoints)} times")
+    return dict(zip(given, endpoints, strict=False))
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value

@@ -1,0 +1,10 @@
+"""The HTTP data plane: requests in, decisions carried out, answers relayed byte for byte.
+
+server.py    listeners, the door, drain          handler.py   one request from its body to its last byte
+routes.py    which paths go where                flight.py    what is booked for an attempt, given back on every way out
+upstream.py  connections to the workers          relay.py     the answer, chunk by chunk
+headers.py   what may pass                       usage.py     cached tokens read off the end of an answer
+body.py      a request's body, bounded           models.py    /v1/models of the whole fleet
+admin.py     engine controls, fanned out         errors.py    errors in OpenAI's shape
+access.py    one log line per request            parts.py     what all requests share
+"""

@@ -1,0 +1,127 @@
+"""One line per request, written by a thread: a full pipe behind standard error must not hold up a token."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+_FLUSH_AFTER_S = 0.05
+_MOST_LINES = 20_000
+"""Kept at most while the writer is held up; later ones are dropped and counted."""
+
+
+class Record(msgspec.Struct, kw_only=True, gc=False):
+    """No prompt text, no query string (some clients put keys there), no header but the request id."""
+
+    time: float = 0.0
+    """Unix seconds, set when it is written."""
+    request_id: str
+    client: str | None = None
+    method: str
+    path: str
+    status: int
+    worker: str | None = None
+    rank: int | None = None
+    model: str | None = None
+    policy: str | None = None
+    tokens: str | None = None
+    prompt_tokens: int | None = None
+    predicted_cached_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    overhead_ms: float | None = None
+    ttft_ms: float | None = None
+    duration_ms: float = 0.0
+    sent_bytes: int = 0
+    retries: int = 0
+    cut: str | None = None
+    """Why the answer did not reach its end."""
+    error: str | None = None
+
+
+class AccessLog:
+    """Lines are collected and written together every `_FLUSH_AFTER_S`. `dropped` counts what there was no room for."""
+
+    def __init__(self, format_: Literal["text", "json"], stream: TextIO | None = None, *, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.dropped = 0
+        self._json = format_ == "json"
+        self._stream = sys.stderr if stream is None else stream
+        self._records: list[Record] = []
+        self._flush: asyncio.Task[None] | None = None
+
+    def write(self, record: Record) -> None:
+        if not self.enabled:
+            return
+        if len(self._records) >= _MOST_LINES:
+            self.dropped += 1
+            return
+        record.time = time.time()
+        self._records.append(record)
+        if self._flush is None:
+            self._flush = asyncio.get_running_loop().create_task(self._flush_later())
+
+    async def close(self) -> None:
+        """Write what is left."""
+        if self._flush is not None:
+            await self._flush
+        if self._records:
+            self._write(self._take())
+
+    async def _flush_later(self) -> None:
+        try:
+            while self._records:
+                await asyncio.sleep(_FLUSH_AFTER_S)
+                await asyncio.to_thread(self._write, self._take())
+        finally:
+            self._flush = None
+
+    def _take(self) -> list[Record]:
+        records, self._records = self._records, []
+        return records
+
+    def _write(self, records: list[Record]) -> None:
+        try:
+            self._stream.write("".join(map(self._line, records)))
+            self._stream.flush()
+        except (OSError, ValueError):
+            self.dropped += len(records)
+
+    def _line(self, record: Record) -> str:
+        if self._json:
+            return msgspec.json.encode({"time": _told(record.time), **_shown(record)}).decode() + "\n"
+        fields = _shown(record)
+        head = f"{_told(record.time)} {_quoted(fields['method'])} {_quoted(fields['path'])} {record.status}"
+        shown = (
+            f"{name}={_quoted(value) if isinstance(value, str) else value}"
+            for name, value in fields.items()
+            if name not in ("method", "path", "status")
+        )
+        return f"{head} {' '.join(shown)}\n"
+
+
+def _told(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
+
+
+def _shown(record: Record) -> dict[str, Any]:
+    """What there is to tell, but the time."""
+    fields = msgspec.structs.asdict(record)
+    return {name: _clean(value) for name, value in fields.items() if value is not None and name != "time"}
+
+
+def _clean(value: Any) -> Any:
+    """Bytes that were no UTF-8 came as lone surrogates, which nothing can be written with."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) and not value.isascii() else value
+
+
+def _quoted(text: str) -> str:
+    """As it is when it is one plain word, else as a JSON string: no client can write a second line."""
+    if text.isascii() and text.isprintable() and " " not in text and '"' not in text and text:
+        return text
+    return msgspec.json.encode(text).decode()

@@ -1,0 +1,113 @@
+"""Engine controls (`routes.CONTROLS`) sent on to all workers, or to those named by `?worker=`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from gateway.proxy import errors
+from gateway.proxy.body import read_body
+from gateway.proxy.errors import ApiError, json_response
+from gateway.proxy.headers import request_headers
+from gateway.proxy.routes import CONTROLS, Control
+from gateway.proxy.upstream import Upstream, UpstreamPool
+
+_TIMEOUT_S = 120.0
+"""Waking an engine up reloads its weights."""
+_LONGEST_BODY_BYTES = 1 << 20
+
+
+class EngineControls:
+    """`cleared(worker)` is called when a worker's prefix cache is gone, `changed(worker)` when its models may have
+    changed.
+    """
+
+    def __init__(
+        self,
+        upstreams: UpstreamPool,
+        workers: Callable[[], list[str]],
+        *,
+        cleared: Callable[[str], None],
+        changed: Callable[[str], None],
+    ) -> None:
+        self._upstreams = upstreams
+        self._workers = workers
+        self._cleared = cleared
+        self._changed = changed
+
+    async def page(self, request: web.BaseRequest) -> web.Response:
+        """`{"results": {worker: {"status", "body"}}}`; 200 if every worker said yes, their status if all said the same
+        no, else 502.
+        """
+        url = request.rel_url
+        control = CONTROLS[url.path]
+        if request.method != control.method:
+            raise errors.method_not_allowed(request.method, url.path, frozenset({control.method}))
+        workers = self._named(url)
+        body = await read_body(request, _LONGEST_BODY_BYTES)
+        target = URL.build(path=control.path, query=[(k, v) for k, v in url.query.items() if k != "worker"])
+        headers = request_headers(request.raw_headers)
+        answers = await asyncio.gather(
+            *(self._ask(worker, control, target.raw_path_qs, headers, body) for worker in workers)
+        )
+        for worker, answer in zip(workers, answers, strict=True):
+            if answer["status"] is None or answer["status"] >= 400:
+                continue
+            if control.clears and url.query.get("clear_cache", "true").lower() != "false":
+                self._cleared(worker)
+            if control.models:
+                self._changed(worker)
+        results = dict(zip(workers, answers, strict=True))
+        return json_response(msgspec.json.encode({"results": results}), _overall({a["status"] for a in answers}))
+
+    def _named(self, url: URL) -> list[str]:
+        known = self._workers()
+        named = url.query.getall("worker", [])
+        unknown = sorted(set(named) - set(known))
+        if unknown:
+            raise ApiError(
+                404, f"No worker is named {', '.join(unknown)}; there are: {', '.join(known)}.", code="unknown_worker"
+            )
+        if not known:
+            raise errors.no_worker("none is known")
+        return list(dict.fromkeys(named)) or known
+
+    async def _ask(
+        self, worker: str, control: Control, target: str, headers: CIMultiDict[str], body: bytes
+    ) -> dict[str, Any]:
+        upstream = self._upstreams.get(worker)
+        if upstream is None:
+            return {"status": None, "body": "the worker has just been removed"}
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await self._exchange(upstream, control, target, headers, body)
+        except (aiohttp.ClientError, OSError) as exc:
+            return {"status": None, "body": f"no answer: {str(exc) or type(exc).__name__}"}
+
+    async def _exchange(
+        self, upstream: Upstream, control: Control, target: str, headers: CIMultiDict[str], body: bytes
+    ) -> dict[str, Any]:
+        upstream.acquire()
+        try:
+            async with await upstream.send(control.method, target, headers, body, fresh=True) as response:
+                raw = await response.read()
+        finally:
+            self._upstreams.release(upstream)
+        try:
+            said: Any = msgspec.json.decode(raw) if raw else None
+        except msgspec.MsgspecError:
+            said = raw.decode("utf-8", "replace")
+        return {"status": response.status, "body": said}
+
+
+def _overall(statuses: set[int | None]) -> int:
+    if all(status is not None and status < 400 for status in statuses):
+        return 200
+    return next(iter(statuses)) or 502 if len(statuses) == 1 else 502

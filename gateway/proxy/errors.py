@@ -1,0 +1,92 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+SERVER_NAME = "warmroute"
+_JSON = "application/json"
+
+INVALID = "invalid_request_error"
+UNAVAILABLE = "service_unavailable_error"
+UPSTREAM = "upstream_error"
+TIMEOUT = "timeout_error"
+INTERNAL = "internal_error"
+
+
+class ApiError(Exception):
+    """An error answer. `retry_after_s` becomes a Retry-After header, `allow` the Allow header of a 405."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type_: str = INVALID,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        allow: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type_ = type_
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.allow = allow
+
+    @property
+    def body(self) -> bytes:
+        return error_body(self.message, self.type_, code=self.code, param=self.param)
+
+    def response(self) -> web.Response:
+        response = json_response(self.body, self.status)
+        if self.retry_after_s is not None:
+            response.headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.allow is not None:
+            response.headers["Allow"] = self.allow
+        return response
+
+
+def error_body(message: str, type_: str, *, code: str | None = None, param: str | None = None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
+
+
+def json_response(body: bytes, status: int = 200) -> web.Response:
+    headers = CIMultiDict({"Content-Type": _JSON, "Server": SERVER_NAME})
+    return web.Response(body=body, status=status, headers=headers)
+
+
+def unknown_url(method: str, path: str) -> ApiError:
+    return ApiError(404, f"Unknown request URL: {method} {path}.", code="unknown_url")
+
+
+def method_not_allowed(method: str, path: str, allowed: frozenset[str]) -> ApiError:
+    names = ", ".join(sorted(allowed))
+    return ApiError(405, f"{method} is not allowed for {path}; use {names}.", code="method_not_allowed", allow=names)
+
+
+def model_not_found(model: str) -> ApiError:
+    return ApiError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")
+
+
+def no_worker(message: str) -> ApiError:
+    return ApiError(
+        503, f"No worker can take this request: {message}.", type_=UNAVAILABLE, code="no_worker", retry_after_s=1
+    )
+
+
+def too_many_requests(limit: int) -> ApiError:
+    return ApiError(
+        503, f"{limit} requests are in flight, the limit.", type_=UNAVAILABLE, code="overloaded", retry_after_s=1
+    )
+
+
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")

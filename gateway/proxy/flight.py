@@ -1,0 +1,100 @@
+"""One attempt to serve a request: what the plan booked, and its way back. However it ends, it ends once."""
+
+from __future__ import annotations
+
+import time
+
+from gateway.engine.health import End, Health
+from indexer import Holder
+from scorer.planner import Planner
+from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts
+
+_FIRST_TOKEN = Outcome(kind=OutcomeKind.FIRST_TOKEN)
+_END = Outcome(kind=OutcomeKind.END)
+_CANCELLED = Outcome(kind=OutcomeKind.CANCELLED)
+
+REPORT_TOKENS = 16
+"""Streamed tokens are reported to the ledger in lots of at least this many."""
+_REPORT_ALIVE_S = 0.5
+
+
+class Flight:
+    """A booked attempt. Its outcome is END, ERROR or CANCELLED, whichever is said first; the rest is ignored."""
+
+    __slots__ = ("_alive_again_s", "_health", "_planner", "_ticket", "_tokens", "ended", "facts", "plan")
+
+    def __init__(self, planner: Planner, health: Health, facts: RequestFacts, plan: Plan) -> None:
+        self._planner = planner
+        self._health = health
+        self.facts = facts
+        self.plan = plan
+        self.ended = False
+        self._tokens = 0
+        self._alive_again_s = 0.0
+        self._ticket = health.request_started(self.worker, plan.decided_at_s, self._quiet_s())
+
+    @property
+    def holder(self) -> Holder:
+        return self.plan.chosen.decode
+
+    @property
+    def worker(self) -> str:
+        return self.plan.chosen.decode[0]
+
+    def first_byte(self) -> None:
+        """The first byte of a good answer's body is here."""
+        now_s = time.monotonic()
+        self._health.byte_received(self._ticket, now_s)
+        self._planner.observe(self.facts.request_id, _FIRST_TOKEN, now_s)
+
+    def streamed(self, n_tokens: int) -> None:
+        """About `n_tokens` more went by."""
+        now_s = time.monotonic()
+        if now_s >= self._alive_again_s:
+            self._alive_again_s = now_s + _REPORT_ALIVE_S
+            self._health.byte_received(self._ticket, now_s)
+        self._tokens += n_tokens
+        if self._tokens >= REPORT_TOKENS:
+            outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens)
+            self._tokens = 0
+            self._planner.observe(self.facts.request_id, outcome, now_s)
+
+    def cached(self, n_tokens: int) -> None:
+        outcome = Outcome(kind=OutcomeKind.CACHED_TOKENS, n_tokens=n_tokens)
+        self._planner.observe(self.facts.request_id, outcome, time.monotonic())
+
+    def end(self) -> None:
+        """A whole good answer."""
+        self._close(_END, End.OK)
+
+    def failed(self, end: End, reason: str) -> None:
+        """The worker's fault."""
+        self._close(Outcome(kind=OutcomeKind.ERROR, worker_failed=True, reason=reason), end)
+
+    def refused(self, status: int) -> None:
+        """The worker answered with an error status. 501 is what it never can do, not a failure."""
+        failed = status >= 500 and status != 501
+        outcome = Outcome(kind=OutcomeKind.ERROR, status=status, worker_failed=failed, reason=f"status_{status}")
+        self._close(outcome, End.SERVER_ERROR if failed else End.CLIENT_ERROR)
+
+    def cancel(self) -> None:
+        """The client left."""
+        self._close(_CANCELLED, End.CANCELLED)
+
+    def _quiet_s(self) -> float:
+        """How long silence is to be expected: to the first token, or to the last if the answer comes in one piece."""
+        quiet_s = self.plan.chosen.price.ttft_s
+        if not self.facts.streaming:
+            cost = self._planner.cost
+            quiet_s += cost.output_tokens(self.facts.max_output_tokens) * cost.step_s(1, self.facts.prompt_tokens)
+        return quiet_s
+
+    def _close(self, outcome: Outcome, end: End) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        now_s = time.monotonic()
+        try:
+            self._health.request_ended(self._ticket, end, now_s)
+        finally:
+            self._planner.observe(self.facts.request_id, outcome, now_s)

@@ -1,0 +1,90 @@
+"""Which headers pass. End-to-end headers keep their order, number and (first) spelling; hop-by-hop ones (RFC 9110,
+7.6.1) and those by which a client could steer what is behind us do not pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from multidict import CIMultiDict
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# A sidecar behind us would obey these: a client could make it connect anywhere (llm-d's and our own hand-off headers).
+_STEERING = frozenset(
+    {
+        b"x-data-parallel-host-port",
+        b"x-encoder-hosts-ports",
+        b"x-kv-cache-source-host-port",
+        b"x-prefiller-host-port",
+        b"x-prefiller-url",
+        b"x-warmroute-plan",
+    }
+)
+_REQUEST = _HOP_BY_HOP | _STEERING | {b"host", b"content-length", b"expect"}
+
+
+_MOST_NAMES = 1024
+_LONGEST_KEPT_BYTES = 64
+
+
+class _Name(NamedTuple):
+    text: str
+    lower: bytes
+    passes_up: bool
+    passes_down: bool
+
+
+_names: dict[bytes, _Name] = {}
+"""Names seen so far: the same few come with every message."""
+
+
+def _name(raw: bytes) -> _Name:
+    lower = raw.lower()
+    name = _Name(_text(raw), lower, lower not in _REQUEST, lower not in _HOP_BY_HOP)
+    if len(_names) < _MOST_NAMES and len(raw) <= _LONGEST_KEPT_BYTES:
+        _names[raw] = name
+    return name
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+def _passing(raw: RawHeaders, up: bool) -> CIMultiDict[str]:
+    out: CIMultiDict[str] = CIMultiDict()
+    spelled: dict[bytes, str] = {}  # aiohttp keeps repeated headers only if they are spelled alike.
+    named: list[bytes] = []
+    for raw_name, value in raw:
+        name = _names.get(raw_name) or _name(raw_name)
+        if name.passes_up if up else name.passes_down:
+            out.add(spelled.setdefault(name.lower, name.text), _text(value))
+        elif name.lower == b"connection":
+            named += value.split(b",")
+    for token in named:
+        out.popall(_text(token.strip()), None)
+    return out
+
+
+def request_headers(raw: RawHeaders) -> CIMultiDict[str]:
+    """What goes on to a worker. Host and Content-Length are the connection's own business."""
+    return _passing(raw, up=True)
+
+
+def response_headers(raw: RawHeaders) -> CIMultiDict[str]:
+    """What goes back to the client."""
+    return _passing(raw, up=False)

@@ -1,0 +1,111 @@
+"""`/v1/models` of the whole fleet: the workers' own model cards, each id once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from gateway.proxy import errors
+from gateway.proxy.errors import json_response, model_not_found
+from gateway.proxy.headers import request_headers
+from gateway.proxy.upstream import Upstream, UpstreamPool
+
+PATH = "/v1/models"
+_TIMEOUT_S = 2.0
+_FRESH_S = 1.0
+_MOST_KEYS = 64
+
+Card = dict[str, Any]
+
+
+class _List(msgspec.Struct):
+    data: list[Card]
+
+
+_decoder = msgspec.json.Decoder(_List)
+
+
+class _Refusal(NamedTuple):
+    """A worker's answer that is not a list of cards."""
+
+    status: int
+    body: bytes
+
+
+_Union = dict[str, Card] | _Refusal
+
+
+class ModelList:
+    """Asks every worker, on behalf of the client (with its Authorization), and remembers the union for a second.
+
+    Where two workers serve one id, the first worker by name speaks. A worker that does not answer leaves a gap; when
+    none gives cards, the first refusal is passed on.
+    """
+
+    def __init__(self, upstreams: UpstreamPool, workers: Callable[[], list[str]]) -> None:
+        self._upstreams = upstreams
+        self._workers = workers
+        self._known: dict[str, tuple[float, asyncio.Task[_Union]]] = {}
+
+    async def page(self, request: web.BaseRequest) -> web.Response:
+        """GET /v1/models and GET /v1/models/{id}."""
+        path = request.raw_path.partition("?")[0]
+        if request.method != "GET":
+            raise errors.method_not_allowed(request.method, path, frozenset({"GET"}))
+        cards = await asyncio.shield(self._union(request))
+        if isinstance(cards, _Refusal):
+            return json_response(cards.body, cards.status)
+        if not cards:
+            raise errors.no_worker("none says what it serves")
+        if path == PATH:
+            return json_response(msgspec.json.encode({"object": "list", "data": list(cards.values())}))
+        name = unquote(path.removeprefix(PATH + "/"))
+        if name not in cards:
+            raise model_not_found(name)
+        return json_response(msgspec.json.encode(cards[name]))
+
+    def _union(self, request: web.BaseRequest) -> asyncio.Task[_Union]:
+        key = request.headers.get("Authorization", "")
+        now_s = time.monotonic()
+        asked_s, task = self._known.get(key, (0.0, None))
+        if task is None or now_s - asked_s > _FRESH_S:
+            if len(self._known) >= _MOST_KEYS:
+                self._known.clear()
+            task = asyncio.get_running_loop().create_task(self._ask_all(request_headers(request.raw_headers)))
+            self._known[key] = now_s, task
+        return task
+
+    async def _ask_all(self, headers: CIMultiDict[str]) -> _Union:
+        workers = sorted(self._workers())
+        upstreams = [upstream for name in workers if (upstream := self._upstreams.get(name)) is not None]
+        answers = await asyncio.gather(*(self._ask(upstream, headers) for upstream in upstreams))
+        out: dict[str, Card] = {}
+        refused: _Refusal | None = None
+        for answer in answers:
+            if isinstance(answer, _Refusal):
+                refused = refused or answer
+                continue
+            for card in answer or ():
+                out.setdefault(str(card.get("id")), card)
+        return out if out or refused is None else refused
+
+    async def _ask(self, upstream: Upstream, headers: CIMultiDict[str]) -> list[Card] | _Refusal | None:
+        upstream.acquire()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S), await upstream.send("GET", PATH, headers, b"") as response:
+                body = await response.read()
+                if response.status != 200:
+                    return _Refusal(response.status, body)
+                return _decoder.decode(body).data
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError):
+            return None
+        finally:
+            self._upstreams.release(upstream)

@@ -1,0 +1,42 @@
+"""What the handlers of all requests share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from gateway.debug.hits import HitBook
+from gateway.debug.metrics import Metrics
+from gateway.debug.prefixes import TopPrefixes
+from gateway.engine.health import Health
+from gateway.proxy.access import AccessLog
+from gateway.proxy.upstream import UpstreamPool
+from gateway.request import RequestReader
+from scorer.planner import Planner
+
+
+class Draining(Protocol):
+    """Tells whether the server is going down: connections are not kept, and, `cutting`, what runs is ended."""
+
+    draining: bool
+    cutting: bool
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a handler works with. `available(worker)`: whether requests may go there now."""
+
+    planner: Planner
+    reader: RequestReader
+    upstreams: UpstreamPool
+    health: Health
+    available: Callable[[str], bool]
+    metrics: Metrics
+    hits: HitBook
+    prefixes: TopPrefixes
+    access: AccessLog
+    rng: random.Random
+    max_body_bytes: int
+    response_headers: bool

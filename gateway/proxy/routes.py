@@ -1,0 +1,94 @@
+"""Which paths are served, and how. What is not listed is not forwarded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_POST = frozenset({"POST", "OPTIONS"})
+_GET = frozenset({"GET", "OPTIONS"})
+
+
+class Route(NamedTuple):
+    """`tokens`: how the body's prompt is read (a kind of `TokenService.tokens_for`); None: placed by load alone."""
+
+    methods: frozenset[str]
+    tokens: str | None = None
+
+
+_BY_PREFIX = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+    "/inference/v1/generate": "generate",
+}
+_BY_LOAD = (
+    "/v1/chat/completions/batch",
+    "/v1/messages/count_tokens",
+    *(f"{path}/{verb}" for path in _BY_PREFIX if path.startswith("/v1/") for verb in ("render", "derender")),
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/v1/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/tokenize",
+    "/v1/tokenize",
+    "/detokenize",
+    "/v1/detokenize",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+)
+
+ROUTES: dict[str, Route] = {
+    **{path: Route(_POST, kind) for path, kind in _BY_PREFIX.items()},
+    **{path: Route(_POST) for path in _BY_LOAD},
+    "/version": Route(_GET),
+    "/tokenizer_info": Route(_GET),
+}
+
+
+class Control(NamedTuple):
+    """An engine-admin path. `clears`: the engine's prefix cache is empty afterwards; `models`: what it serves
+    changed.
+    """
+
+    method: str
+    path: str
+    clears: bool = False
+    models: bool = False
+
+
+def _controls() -> dict[str, Control]:
+    table = [
+        Control("POST", "/sleep", clears=True),
+        Control("POST", "/wake_up"),
+        Control("GET", "/is_sleeping"),
+        Control("POST", "/reset_prefix_cache", clears=True),
+        Control("POST", "/reset_mm_cache"),
+        Control("POST", "/reset_encoder_cache"),
+        Control("POST", "/pause", clears=True),
+        Control("POST", "/resume"),
+        Control("GET", "/is_paused"),
+        Control("POST", "/abort_requests"),
+        Control("POST", "/v1/load_lora_adapter", models=True),
+        Control("POST", "/v1/unload_lora_adapter", models=True),
+        Control("POST", "/start_profile"),
+        Control("POST", "/stop_profile"),
+        Control("GET", "/server_info"),
+        Control("GET", "/kv_event_sources"),
+        Control("GET", "/load"),
+        Control("GET", "/version"),
+    ]
+    return {control.path: control for control in table} | {
+        control.path.removeprefix("/v1"): control for control in table if control.models
+    }
+
+
+CONTROLS = _controls()
+"""On the admin port only."""

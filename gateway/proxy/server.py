@@ -1,0 +1,183 @@
+"""Listeners and what stands at the door: which path goes where, how many at once, and how to leave.
+
+Drain: stop accepting, let running requests end, then cut what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from gateway.proxy import errors
+from gateway.proxy.access import Record
+from gateway.proxy.errors import ApiError
+from gateway.proxy.handler import Exchange
+from gateway.proxy.parts import Parts
+from gateway.proxy.routes import ROUTES, Route
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Page = Callable[[web.BaseRequest], Awaitable[web.StreamResponse] | web.StreamResponse]
+
+_BACKLOG = 4096
+_CLIENT_KEEPALIVE_S = 75.0
+"""Longer than the 60 s of common load balancers, so that they, not we, close idle connections."""
+_LINGER_S = 1.0
+_LONGEST_LINE_BYTES = 16 << 10
+_LONGEST_HEADER_BYTES = 64 << 10
+_CUT_S = 0.5
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit on open files to the hard one (two per request); returns the limit in force."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError) as exc:
+            _log.warning("the limit on open files stays at %d: %s", soft, exc)
+            return soft
+    return hard
+
+
+def target_of(request: web.BaseRequest) -> str:
+    """Path and query as sent; of an absolute-form target, those of its URL."""
+    target = request.raw_path
+    return target if target.startswith("/") else request.rel_url.raw_path_qs
+
+
+class HttpServer:
+    """One listening address in front of one handler."""
+
+    def __init__(self, handler: Handler, host: str, port: int) -> None:
+        self._handler = handler
+        self._host = host
+        self.port = port
+        self._runner: web.ServerRunner | None = None
+        self._site: web.TCPSite | None = None
+
+    async def start(self) -> None:
+        """Raises OSError when the address is taken."""
+        server = web.Server(
+            self._handler,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=_CLIENT_KEEPALIVE_S,
+            lingering_time=_LINGER_S,
+            max_line_size=_LONGEST_LINE_BYTES,
+            max_field_size=_LONGEST_HEADER_BYTES,
+        )
+        self._runner = web.ServerRunner(server, shutdown_timeout=_CUT_S)
+        await self._runner.setup()
+        self._site = web.TCPSite(self._runner, self._host, self.port, backlog=_BACKLOG)
+        try:
+            await self._site.start()
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        self.port = self._runner.addresses[0][1]
+
+    async def stop_accepting(self) -> None:
+        """No new connections. Those there are may each bring one more request, whose answer closes them."""
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+
+    async def close(self) -> None:
+        """Cut what still runs."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+
+class DataPlane:
+    """The main port: inference by `ROUTES`, and `pages` (path -> handler) beside it.
+
+    `prefixes` are pages for everything below a path.
+    """
+
+    def __init__(self, parts: Parts, *, max_concurrency: int) -> None:
+        self.pages: dict[str, Page] = {}
+        self.prefixes: dict[str, Page] = {}
+        self.draining = False
+        self.cutting = False
+        self.in_flight = 0
+        self._parts = parts
+        self._max_concurrency = max_concurrency
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        target = target_of(request)
+        path = target.partition("?")[0]
+        route = ROUTES.get(path)
+        if route is None:
+            return await self._page(request, path)
+        if request.method not in route.methods:
+            return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
+        if self.in_flight >= self._max_concurrency:
+            self._parts.metrics.rejected("over_concurrency")
+            return self._refuse(request, path, errors.too_many_requests(self._max_concurrency))
+        return await self._serve(request, route, target)
+
+    async def _serve(self, request: web.BaseRequest, route: Route, target: str) -> web.StreamResponse:
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            return await Exchange(self._parts, self, request, route, target).serve()
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    async def _page(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        page = self.pages.get(path)
+        if page is None:
+            page = next((page for prefix, page in self.prefixes.items() if path.startswith(prefix)), None)
+        if page is None:
+            self._parts.metrics.rejected("unknown_path")
+            return self._refuse(request, path, errors.unknown_url(request.method, path))
+        return await run_page(page, request)
+
+    def _refuse(self, request: web.BaseRequest, path: str, error: ApiError) -> web.Response:
+        self._parts.metrics.request(None, error.status, 0.0)
+        self._parts.access.write(
+            Record(
+                request_id=request.headers.get("X-Request-Id", "")[:256],
+                method=request.method,
+                path=path,
+                status=error.status,
+                client=request.remote,
+                error=error.code,
+            )
+        )
+        response = error.response()
+        if self.draining:
+            response.force_close()
+        return response
+
+    async def drain(self, timeout_s: float) -> int:
+        """Wait for running requests; returns how many are left after `timeout_s`."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.cutting = True
+            _log.warning("%d requests did not end within %.1f s and are cut", self.in_flight, timeout_s)
+        return self.in_flight
+
+
+async def run_page(page: Page, request: web.BaseRequest) -> web.StreamResponse:
+    """A page's answer; its ApiError as a response."""
+    try:
+        answer = page(request)
+        return answer if isinstance(answer, web.StreamResponse) else await answer
+    except ApiError as exc:
+        return exc.response()

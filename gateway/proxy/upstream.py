@@ -1,0 +1,165 @@
+"""Connections to the workers: one pool each, so that a slow or dead worker ties up only its own."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+_OWN_HEADERS_OF_AIOHTTP = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+_CACHED_URLS = 256
+_LONGEST_HEADER_BYTES = 64 << 10
+_PIECEWISE_ABOVE_BYTES = 1 << 20
+"""Larger bodies are written in pieces, waiting for the worker to take them."""
+
+
+class PoolSettings:
+    """`pool_idle_s` must stay below the server's keep-alive (uvicorn: 5 s), or requests meet closing connections."""
+
+    __slots__ = ("connect_timeout_s", "pool_idle_s", "request_timeout_s")
+
+    def __init__(self, *, connect_timeout_s: float, pool_idle_s: float, request_timeout_s: float) -> None:
+        self.connect_timeout_s = connect_timeout_s
+        self.pool_idle_s = pool_idle_s
+        self.request_timeout_s = request_timeout_s
+
+
+class Upstream:
+    """One worker's connections. Answers come undecoded, redirects are not followed, cookies are not kept."""
+
+    def __init__(self, url: str, settings: PoolSettings) -> None:
+        self.base_url = url.rstrip("/")
+        self._settings = settings
+        self._session = self._new_session(keep=True)
+        self._fresh: aiohttp.ClientSession | None = None
+        self._urls: dict[str, URL] = {}
+        self._users = 0
+        self._retired = False
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        return self._session
+
+    async def send(
+        self, method: str, target: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
+    ) -> aiohttp.ClientResponse:
+        """The answer as soon as its headers are here. `target`: path and query as they stand in a request line.
+
+        `fresh`: on a new connection, which no server can be about to close. Raises aiohttp.ClientError, OSError or
+        TimeoutError.
+        """
+        session = self._session
+        if fresh:
+            if self._fresh is None:
+                self._fresh = self._new_session(keep=False)
+            session = self._fresh
+        data: bytes | io.BytesIO | None = body or None
+        if len(body) > _PIECEWISE_ABOVE_BYTES:
+            data = io.BytesIO(body)
+        return await session.request(
+            method,
+            self._url(target),
+            headers=headers,
+            data=data,
+            allow_redirects=False,
+            skip_auto_headers=_OWN_HEADERS_OF_AIOHTTP,
+        )
+
+    def acquire(self) -> None:
+        """One more exchange uses it; each is followed by one `release`."""
+        self._users += 1
+
+    def release(self) -> bool:
+        """Whether it can be closed now: it is retired and this was its last user."""
+        self._users -= 1
+        return self._retired and not self._users
+
+    def retire(self) -> bool:
+        """No new exchanges will come. Whether it can be closed now."""
+        self._retired = True
+        return not self._users
+
+    async def close(self) -> None:
+        """Cut whatever still runs."""
+        await self._session.close()
+        if self._fresh is not None:
+            await self._fresh.close()
+
+    def _url(self, target: str) -> URL:
+        url = self._urls.get(target)
+        if url is None:
+            url = URL(self.base_url + target, encoded=True)
+            if len(self._urls) < _CACHED_URLS:
+                self._urls[target] = url
+        return url
+
+    def _new_session(self, *, keep: bool) -> aiohttp.ClientSession:
+        settings = self._settings
+        connector = (
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.pool_idle_s)
+            if keep
+            else aiohttp.TCPConnector(limit=0, force_close=True)
+        )
+        timeout = aiohttp.ClientTimeout(
+            total=settings.request_timeout_s, connect=settings.connect_timeout_s, ceil_threshold=float("inf")
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            raise_for_status=False,
+            trust_env=False,
+            max_line_size=_LONGEST_HEADER_BYTES,
+            max_field_size=_LONGEST_HEADER_BYTES,
+        )
+
+
+class UpstreamPool:
+    """All workers' connections, by worker name."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
+        self._upstreams: dict[str, Upstream] = {}
+        self._retiring: set[Upstream] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def set(self, worker: str, url: str) -> Upstream:
+        """The worker's connections; new ones if its URL changed."""
+        known = self._upstreams.get(worker)
+        if known is not None and known.base_url == url.rstrip("/"):
+            return known
+        self.remove(worker)
+        upstream = self._upstreams[worker] = Upstream(url, self._settings)
+        return upstream
+
+    def get(self, worker: str) -> Upstream | None:
+        return self._upstreams.get(worker)
+
+    def remove(self, worker: str) -> None:
+        """Give up a worker's connections; requests that still run there may end."""
+        upstream = self._upstreams.pop(worker, None)
+        if upstream is not None:
+            self._retiring.add(upstream)
+            if upstream.retire():
+                self._close_soon(upstream)
+
+    def release(self, upstream: Upstream) -> None:
+        """An exchange with `upstream` is over."""
+        if upstream.release():
+            self._close_soon(upstream)
+
+    async def close(self) -> None:
+        """Cut whatever still runs."""
+        for worker in list(self._upstreams):
+            self.remove(worker)
+        await asyncio.gather(*self._closing, *(upstream.close() for upstream in self._retiring))
+
+    def _close_soon(self, upstream: Upstream) -> None:
+        self._retiring.discard(upstream)
+        task = asyncio.get_running_loop().create_task(upstream.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

@@ -1,0 +1,103 @@
+"""Cached tokens, read off the end of an answer without taking it apart.
+
+`usage` stands near the end of a whole answer and in one of the last events of a stream. The last `TAIL_BYTES` are kept
+as the pieces they came in and searched once, at the end: how the bytes were cut makes no difference. A key in JSON is
+`"usage":` with bare quotes, which text inside a JSON string never is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+import msgspec
+
+TAIL_BYTES = 32 << 10
+_USAGE = re.compile(rb'"usage"\s*:\s*(?=\{)')
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """The fields of /v1/completions, /v1/responses and /v1/messages."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """None: the answer does not say."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+_decoder = msgspec.json.Decoder(_Usage)
+
+
+class UsageTail:
+    """The end of one answer."""
+
+    __slots__ = ("_pieces", "_size")
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+
+    def feed(self, piece: bytes) -> None:
+        pieces = self._pieces
+        pieces.append(piece)
+        self._size += len(piece)
+        while self._size - len(pieces[0]) >= TAIL_BYTES:
+            self._size -= len(pieces.popleft())
+
+    def ends_event(self) -> bool:
+        """Whether an SSE stream stands between two events."""
+        end = b"".join(self._pieces)[-4:]
+        return end.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+
+    def read(self) -> Usage | None:
+        """The last well-formed `usage` object, or None. One of the wrong shape is ignored."""
+        tail = b"".join(self._pieces)[-TAIL_BYTES:]
+        at = len(tail)
+        while (at := tail.rfind(b'"usage"', 0, at)) >= 0:
+            found = _USAGE.match(tail, at)
+            end = None if found is None else _object_end(tail, found.end())
+            if found is None or end is None:
+                continue
+            try:
+                return _reduced(_decoder.decode(tail[found.end() : end]))
+            except msgspec.MsgspecError:
+                continue
+        return None
+
+
+def _object_end(data: bytes, start: int) -> int | None:
+    """Past the brace that closes the one at `start`. Usage objects hold numbers only, so braces are all there is."""
+    depth = 0
+    for brace in re.finditer(rb"[{}]", data[start : start + 4096]):
+        depth += 1 if brace.group() == b"{" else -1
+        if depth == 0:
+            return start + brace.end()
+    return None
+
+
+def _reduced(usage: _Usage) -> Usage | None:
+    if usage.prompt_tokens is not None:
+        details = usage.prompt_tokens_details
+        return Usage(usage.prompt_tokens, usage.completion_tokens, None if details is None else details.cached_tokens)
+    if usage.input_tokens is None:
+        return None
+    if usage.cache_read_input_tokens is not None:  # /v1/messages counts cached tokens apart from the others.
+        cached = usage.cache_read_input_tokens
+        return Usage(usage.input_tokens + cached, usage.output_tokens, cached)
+    details = usage.input_tokens_details
+    return Usage(usage.input_tokens, usage.output_tokens, None if details is None else details.cached_tokens)

@@ -1,0 +1,191 @@
+"""Request bodies and headers -> `RequestFacts`, the same for every face.
+
+Only the fields a decision needs are looked at. Everything else, known or not, is none of our business: the body goes
+on as the bytes it came in, so nothing in it can be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.tokens import Tokens, TokenService
+from scorer.fleet import Fleet
+from scorer.types import RequestFacts, TokenSource
+
+_BYTES_PER_TOKEN = 4
+"""For bodies without a prompt we could read: enough to tell long from short."""
+_FORM_SCAN_BYTES = 64 << 10
+_MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+class BadRequest(Exception):
+    """The request cannot be served as it is; the text is for its sender. `code` and `param` as in OpenAI's errors."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """Objectives of requests that name none."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+def decode_body(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`. Raises BadRequest."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        # Engines read JSON with Python's own parser: NaN, lone surrogates and a byte order mark are fine with it.
+        try:
+            decoded = json.loads(body)
+        except (ValueError, RecursionError) as exc:
+            reason = exc.msg if isinstance(exc, json.JSONDecodeError) else "it cannot be read"
+            raise BadRequest(f"The request body is not valid JSON: {reason}.", code="invalid_json") from None
+    if not isinstance(decoded, dict):
+        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
+    return decoded
+
+
+def form_model(body: bytes) -> str | None:
+    """The `model` field of a multipart body, looked for near its two ends (the file may come before or after it)."""
+    for part in (body[:_FORM_SCAN_BYTES], body[-_FORM_SCAN_BYTES:]):
+        at = part.find(b'name="model"')
+        if at < 0:
+            continue
+        _, found, rest = part[at:].partition(b"\r\n\r\n")
+        value, ended, _ = rest.partition(b"\r\n")
+        if found and ended:
+            return value.decode("utf-8", "replace").strip() or None
+    return None
+
+
+class RequestReader:
+    """Fills `RequestFacts`. Token ids are made by `tokens`, off the event loop."""
+
+    def __init__(self, fleet: Fleet, tokens: TokenService, slo: Slo | None = None) -> None:
+        self._fleet = fleet
+        self._tokens = tokens
+        self._slo = slo or Slo()
+
+    async def read(self, request_id: str, kind: str | None, body: bytes, headers: Mapping[str, str]) -> RequestFacts:
+        """`kind`: how to read the prompt (see `TokenService.tokens_for`); None: the request is placed by load.
+
+        `headers` are looked up by lower-case names. Raises BadRequest.
+        """
+        content_type = headers.get("content-type", "")
+        if content_type.startswith("multipart/"):
+            return self._opaque(request_id, form_model(body), len(body), headers)
+        if headers.get("content-encoding", "identity") != "identity":
+            return self._opaque(request_id, None, len(body), headers)  # The engine may know how to read it.
+        fields = decode_body(body)
+        model = self._model(fields.get("model"))
+        if kind is None:
+            return self._opaque(request_id, model, len(body), headers, fields)
+        prompts = await self._tokens.tokens_for(kind, fields, model)
+        routed = max(prompts, key=_known_tokens)
+        n_sequences = _positive(fields.get("n")) or 1
+        return RequestFacts(
+            request_id=request_id,
+            model=model,
+            prompt_tokens=sum(prompt.n_tokens for prompt in prompts),
+            tokens=routed.ids,
+            exact_prefix_tokens=len(routed.ids) // 4 if routed.prefix_only and routed.ids is not None else None,
+            token_source=TokenSource(routed.source),
+            lora=self._lora(model),
+            cache_salt=_text(fields.get("cache_salt")),
+            max_output_tokens=next(filter(None, (_positive(fields.get(f)) for f in _MAX_TOKENS_FIELDS)), None),
+            n_sequences=n_sequences * len(prompts),
+            streaming=fields.get("stream") is True,
+            allow_remote=n_sequences == 1 and _splittable(fields, prompts),
+            priority=_integer(fields.get("priority")) or 0,
+            session=headers.get("x-session-id"),
+            slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
+            slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
+        )
+
+    def _opaque(
+        self,
+        request_id: str,
+        model: str | None,
+        n_bytes: int,
+        headers: Mapping[str, str],
+        fields: Mapping[str, Any] | None = None,
+    ) -> RequestFacts:
+        name = self._model(model)
+        return RequestFacts(
+            request_id=request_id,
+            model=name,
+            prompt_tokens=n_bytes // _BYTES_PER_TOKEN,
+            lora=self._lora(name),
+            streaming=fields is not None and fields.get("stream") is True,
+            allow_remote=False,
+            session=headers.get("x-session-id"),
+        )
+
+    def _model(self, model: object) -> str:
+        if isinstance(model, str) and model:
+            return model
+        if model is not None and model != "":
+            raise BadRequest("`model` must be a string.", param="model")
+        bases = [worker.models for worker in self._fleet.workers.values() if worker.models]
+        common = frozenset.intersection(*bases) if bases else frozenset()
+        if not common and bases:
+            raise BadRequest("You must provide a `model` parameter: several models are served here.", param="model")
+        return min(common, default="")
+
+    def _lora(self, model: str) -> str | None:
+        """`model` if it names an adapter of some worker."""
+        for worker in self._fleet.workers.values():
+            if model in worker.adapters:
+                return model
+        return None
+
+
+def _known_tokens(prompt: Tokens) -> int:
+    return -1 if prompt.ids is None else len(prompt.ids)
+
+
+def _splittable(fields: Mapping[str, Any], prompts: Sequence[Tokens]) -> bool:
+    """Whether one engine may compute the prompt and another go on: not for answers made of several sequences or of the
+    prompt itself.
+    """
+    return len(prompts) == 1 and not any(
+        fields.get(name) for name in ("echo", "prompt_logprobs", "use_beam_search", "best_of")
+    )
+
+
+def _positive(value: object) -> int | None:
+    number = _integer(value)
+    return number if number is not None and number > 0 else None
+
+
+def _integer(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _milliseconds(headers: Mapping[str, str], name: str, default_s: float | None) -> float | None:
+    value = headers.get(name)
+    if value is None:
+        value = headers.get(name.replace("x-", "x-llm-d-", 1))
+    if value is None:
+        return default_s
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise BadRequest(f"The header {name} must be a number of milliseconds above 0.", param=name)
+    return number / 1000

@@ -1,0 +1,70 @@
+"""/v1/models over several upstreams."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.proxy.models import PATH, ModelList
+from tests.support.proxy_world import Call, Script, Stub, World
+
+
+def cards(*names: str, **fields: object) -> Script:
+    async def script(call: Call) -> None:
+        data = [{"id": name, "object": "model", "extra": {"kept": 1}, **fields} for name in names]
+        await call.ok(json.dumps({"object": "list", "data": data}).encode())
+
+    return script
+
+
+async def refuses(call: Call) -> None:
+    await call.ok(b'{"error":{"message":"bad key"}}', status="401 Unauthorized")
+
+
+@pytest.fixture
+async def stubs() -> AsyncIterator[tuple[Stub, Stub]]:
+    async with Stub(cards("m", "x/y", max_model_len=5)) as one, Stub(cards("m", "z", max_model_len=9)) as two:
+        yield one, two
+
+
+async def get(world: World, path: str, **headers: str) -> tuple[int, dict[str, object]]:
+    models = ModelList(world.upstreams, lambda: ["a", "b", "gone"])
+    world.plane.pages = {PATH: models.page}
+    world.plane.prefixes = {PATH + "/": models.page}
+    async with world.http.get(world.url + path, headers=headers) as response:
+        return response.status, json.loads(await response.read())
+
+
+async def test_each_id_once_and_cards_whole(stubs: tuple[Stub, Stub]) -> None:
+    async with World({"a": stubs[0].url, "b": stubs[1].url, "gone": "http://127.0.0.1:9"}) as world:
+        status, answer = await get(world, "/v1/models", Authorization="Bearer k")
+        assert (status, answer["object"]) == (200, "list")
+        rows = answer["data"]
+        assert isinstance(rows, list)
+        assert [(row["id"], row["max_model_len"], row["extra"]) for row in rows] == [
+            ("m", 5, {"kept": 1}),
+            ("x/y", 5, {"kept": 1}),
+            ("z", 9, {"kept": 1}),
+        ]
+        assert {call.header("authorization") for stub in stubs for call in stub.calls} == {"Bearer k"}
+        assert (await get(world, "/v1/models/x%2Fy"))[1]["id"] == "x/y"
+        assert (await get(world, "/v1/models/x/y"))[1]["id"] == "x/y"
+        assert (await get(world, "/v1/models/no"))[0] == 404
+
+
+async def test_a_burst_asks_each_worker_once(stubs: tuple[Stub, Stub]) -> None:
+    async with World({"a": stubs[0].url, "b": stubs[1].url}) as world:
+        await get(world, "/v1/models")
+        for _ in range(5):
+            async with world.http.get(world.url + "/v1/models") as response:
+                assert response.status == 200
+        assert [len(stub.calls) for stub in stubs] == [1, 1]
+
+
+async def test_a_refusal_by_all_is_passed_on_and_by_one_is_not(stubs: tuple[Stub, Stub]) -> None:
+    stubs[0].script = refuses
+    async with World({"a": stubs[0].url, "b": stubs[1].url}) as world:
+        status, answer = await get(world, "/v1/models")
+        assert (status, len(answer["data"])) == (200, 2)  # type: ignore[arg-type]
+        stubs[1].script = refuses
+        assert await get(world, "/v1/models") == (401, {"error": {"message": "bad key"}})

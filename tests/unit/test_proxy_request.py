@@ -1,0 +1,160 @@
+"""Bodies and headers -> RequestFacts."""
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+
+from gateway.request import BadRequest, RequestReader, Slo, decode_body, form_model
+from gateway.tokens import TokenService
+from scorer.fleet import Fleet
+from scorer.types import ChangeKind, RequestFacts, TokenSource, WorkerChange
+
+
+def fleet(**models: tuple[str, ...]) -> Fleet:
+    """Worker name -> its model's names; names that begin with `lora-` are adapters."""
+    out = Fleet()
+    for worker, names in models.items():
+        out.apply(WorkerChange(kind=ChangeKind.ADDED, worker=worker, url="http://x"))
+        base = [name for name in names if not name.startswith("lora-")]
+        out.set_capabilities(worker, models=base, adapters=set(names) - set(base))
+    return out
+
+
+async def read(
+    body: Any, kind: str | None = "completions", workers: Fleet | None = None, slo: Slo | None = None, **headers: str
+) -> RequestFacts:
+    service = TokenService()
+    reader = RequestReader(workers or fleet(a=("m",)), service, slo)
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        return await reader.read("r1", kind, raw, {k.replace("_", "-"): v for k, v in headers.items()})
+    finally:
+        await service.close()
+
+
+async def test_the_fields_a_decision_needs() -> None:
+    facts = await read(
+        {"model": "m", "prompt": [1, 2, 3], "n": 2, "max_tokens": 9, "stream": True, "cache_salt": "s", "priority": -5},
+        x_session_id="chat-1",
+        x_slo_ttft_ms="250",
+        x_slo_tpot_ms="20.5",
+    )
+    assert facts == RequestFacts(
+        request_id="r1",
+        model="m",
+        prompt_tokens=3,
+        tokens=array("I", [1, 2, 3]).tobytes(),
+        token_source=TokenSource.GIVEN,
+        cache_salt="s",
+        max_output_tokens=9,
+        n_sequences=2,
+        streaming=True,
+        allow_remote=False,
+        priority=-5,
+        session="chat-1",
+        slo_ttft_s=0.25,
+        slo_tpot_s=0.0205,
+    )
+
+
+async def test_several_prompts_are_placed_by_the_longest_and_counted_together() -> None:
+    facts = await read({"model": "m", "prompt": [[1], [2, 3, 4], [5, 6]]})
+    assert facts.tokens == array("I", [2, 3, 4]).tobytes()
+    assert (facts.prompt_tokens, facts.n_sequences, facts.allow_remote) == (6, 3, False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "splittable"),
+    [({}, True), ({"n": 1}, True), ({"n": 2}, False), ({"echo": True}, False), ({"prompt_logprobs": 1}, False)],
+)
+async def test_what_may_run_on_two_engines(extra: dict[str, Any], splittable: bool) -> None:
+    assert (await read({"model": "m", "prompt": [1], **extra})).allow_remote is splittable
+
+
+async def test_max_completion_tokens_beats_max_tokens() -> None:
+    facts = await read({"model": "m", "messages": [], "max_tokens": 5, "max_completion_tokens": 7}, "chat")
+    assert facts.max_output_tokens == 7
+
+
+async def test_an_adapter_is_named_as_the_model() -> None:
+    workers = fleet(a=("m", "lora-x"), b=("m",))
+    assert (await read({"model": "lora-x", "prompt": [1]}, workers=workers)).lora == "lora-x"
+    assert (await read({"model": "m", "prompt": [1]}, workers=workers)).lora is None
+
+
+async def test_without_a_model_the_only_one_is_meant() -> None:
+    assert (await read({"prompt": [1]}, workers=fleet(a=("m", "alias"), b=("m",)))).model == "m"
+    with pytest.raises(BadRequest, match="model"):
+        await read({"prompt": [1]}, workers=fleet(a=("m",), b=("other",)))
+
+
+async def test_objectives_of_the_configuration_hold_where_the_request_names_none() -> None:
+    slo = Slo(ttft_s=1.0, tpot_s=0.1)
+    facts = await read({"model": "m", "prompt": [1]}, slo=slo, x_slo_ttft_ms="100")
+    assert (facts.slo_ttft_s, facts.slo_tpot_s) == (0.1, 0.1)
+
+
+@pytest.mark.parametrize("value", ["fast", "0", "-1", "nan", "inf", ""])
+async def test_an_objective_that_is_no_time_is_refused(value: str) -> None:
+    with pytest.raises(BadRequest, match="x-slo-ttft-ms"):
+        await read({"model": "m", "prompt": [1]}, x_slo_ttft_ms=value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b'"x"', b"null", b"\xff\xfe", b'{"a":1}x', b"[" * 100_000],
+)
+async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        await read(body)
+    assert caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (b'{"seed": 123456789012345678901234567890}', 123456789012345678901234567890),
+        (b'{"seed": -9223372036854775809}', -9223372036854775809),
+        (b'{"seed": 1e400}', float("inf")),
+        (b'{"seed": "\\ud800"}', "\ud800"),
+        (b'{"seed": 1, "seed": 2}', 2),
+    ],
+)
+def test_what_engines_read_we_read(body: bytes, value: object) -> None:
+    assert decode_body(body)["seed"] == value
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"n": "two"}, {"n": True}, {"max_tokens": None}, {"cache_salt": 5}, {"priority": "high"}, {"stream": "yes"}],
+)
+async def test_wrong_types_are_the_engines_business(field: dict[str, Any]) -> None:
+    facts = await read({"model": "m", "prompt": [1], **field})
+    assert (facts.n_sequences, facts.cache_salt, facts.priority, facts.streaming) == (1, None, 0, False)
+
+
+async def test_a_model_that_is_no_text_is_refused() -> None:
+    with pytest.raises(BadRequest, match="`model` must be a string"):
+        await read({"model": 5, "prompt": [1]})
+
+
+async def test_a_compressed_body_is_placed_by_size() -> None:
+    facts = await read(b"\x1f\x8b" + b"x" * 4000, content_encoding="gzip")
+    assert (facts.model, facts.tokens, facts.prompt_tokens) == ("m", None, 1000)
+
+
+async def test_a_form_names_its_model() -> None:
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+        + b"\0" * 200_000
+        + b'\r\n--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n--b--\r\n'
+    )
+    facts = await read(body, None, fleet(a=("whisper",)), content_type="multipart/form-data; boundary=b")
+    assert facts.model == "whisper"
+
+
+@pytest.mark.parametrize("body", [b"", b'name="model"', b'name="model"\r\n\r\nx', b'name="model"\r\n\r\n\r\n'])
+def test_a_form_without_a_readable_model(body: bytes) -> None:
+    assert form_model(body) is None
