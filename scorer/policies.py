@@ -26,9 +26,14 @@ Policy = Callable[[Sequence[Offer], random.Random], Offer]
 
 
 def warmroute(offers: Sequence[Offer], rng: random.Random) -> Offer:
-    """The lowest predicted cost; among equals the least loaded, among those any."""
+    """The lowest predicted cost; among equals the least loaded, then the one that has most of it cached, then any.
+
+    Short prompts cost the same cached or not (a prefill step has a floor), but new blocks push others out.
+    """
     best = min(offer.total_s for offer in offers) + TIE_S
-    return least_load([offer for offer in offers if offer.total_s <= best], rng)
+    equal = [offer for offer in offers if offer.total_s <= best]
+    least = min(offer.requests for offer in equal)
+    return longest_prefix([offer for offer in equal if offer.requests == least], rng)
 
 
 def round_robin(offers: Sequence[Offer], rng: random.Random) -> Offer:
