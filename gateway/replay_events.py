@@ -1,19 +1,11 @@
 """`warmroute replay-events FILE.jsonl`: feed recorded KV events to the index and answer the queries between them.
 
-One JSON object per line:
-
-    {"worker","rank","frames_b64":[topic,seq,payload]}        a live message; with a leading "" frame, a replayed one
-    {"worker","rank","seq":n,"events":[...]}                   the same, decoded (bytes hashes as hex strings); seq may
-    be left out {"clear":{"worker":"w1","rank":0}}                         forget a worker, or one of its ranks
-    {"worker":"w1","models":["m","m-alias"],"loras":["a"]}     what a worker serves; without it any model name matches
-    it {"query":{"tokens":[...],"model","lora","cache_salt","extra_keys"}}
-
-Prints one line per query and a last line of statistics. A bad line is reported on standard error and costs nothing
-else.
+The lines it reads are described in `LINES`, which is also the command's help, and in docs/replay-events.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import sys
 from collections.abc import Iterable, Sequence
@@ -36,6 +28,17 @@ from indexer import (
 )
 from indexer.stream import END_OF_REPLAY, Action
 
+LINES = """
+one JSON object per line, each of one kind:
+  {"worker","rank","frames_b64":[topic,seq,payload]}    a live message; with a leading "" frame, a replayed one
+  {"worker","rank","seq":n,"events":[...]}               the same, decoded (bytes hashes in hex); seq may be left out
+  {"worker","models":["m","m-alias"],"loras":["a"]}      what a worker serves; without it any model name matches it
+  {"clear":{"worker","rank"}}                            forget a worker, or one of its ranks, and where its stream was
+  {"query":{"tokens":[...],"model","lora","cache_salt","extra_keys"}}
+prints one line per query and a last line of statistics; a bad line is named on standard error and costs nothing else
+"""
+_KINDS = ("query", "clear", "frames_b64", "events", "models")
+
 
 class LineError(ValueError):
     """A line that cannot be used."""
@@ -56,10 +59,10 @@ class _Clear(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Line(msgspec.Struct):
     worker: str | None = None
-    rank: int = 0
+    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
     frames_b64: list[str] | None = None
     seq: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    ts: float = 0.0
+    ts: float | None = None
     events: list[Any] | None = None
     models: list[str] | None = None
     loras: list[str] = []
@@ -77,6 +80,7 @@ class Replayer:
         self._streams: dict[tuple[str, int], Stream] = {}
         self._replays: dict[tuple[str, int], int] = {}
         self._undecodable = 0
+        self._made_s = 0.0
         self._decoder = msgspec.json.Decoder(_Line)
 
     def line(self, text: bytes | str) -> dict[str, Any] | None:
@@ -87,21 +91,29 @@ class Replayer:
             raise LineError(str(error)) from None
         except (msgspec.DecodeError, RecursionError) as error:
             raise LineError(f"not JSON: {error}") from None
+        kinds = [kind for kind in _KINDS if getattr(line, kind) is not None]
+        if len(kinds) != 1:
+            raise LineError(f"a line needs exactly one of {', '.join(_KINDS)}, not {' and '.join(kinds) or 'none'}")
         if line.query is not None:
             return self._query(line.query)
         if line.clear is not None:
-            self.index.clear(line.clear.worker, line.clear.rank)
+            self._clear(line.clear)
         elif line.worker is None:
-            raise LineError("a line needs one of: worker with frames_b64, events or models; clear; query")
+            raise LineError(f"{kinds[0]} needs a worker")
         elif line.frames_b64 is not None:
             self._frames(line.worker, line.rank, line.frames_b64)
         elif line.events is not None:
             self._events(line.worker, line)
         elif line.models is not None:
             self.index.set_worker(line.worker, models=line.models, loras=line.loras)
-        else:
-            raise LineError("a line with a worker needs frames_b64, events or models")
         return None
+
+    def _clear(self, clear: _Clear) -> None:
+        """What waited for a replay is forgotten with the rest, and the stream may begin anywhere again."""
+        for holder in [h for h in self._streams if h[0] == clear.worker and clear.rank in (None, h[1])]:
+            del self._streams[holder]
+            self._replays.pop(holder, None)
+        self.index.clear(clear.worker, clear.rank)
 
     def stats(self) -> dict[str, Any]:
         streams: dict[str, dict[str, Any]] = {}
@@ -150,23 +162,38 @@ class Replayer:
         self._batch(worker, rank, seq, payload, batch, replayed)
 
     def _events(self, worker: str, line: _Line) -> None:
-        events = [_with_hashes(event) for event in line.events or ()]
-        try:
-            payload = msgspec.msgpack.encode([line.ts, events, line.rank])
-            batch = decode_batch(payload)
-        except (OverflowError, ValueError, TypeError, RecursionError) as error:
-            raise LineError(f"bad events: {error}") from None
-        seq = self._stream((worker, line.rank)).next_seq if line.seq is None else line.seq
-        self._batch(worker, line.rank, seq, payload, batch, replayed=False)
+        stream = self._stream((worker, line.rank))
+        seq = stream.next_seq if line.seq is None else line.seq
+        events = []
+        for event in line.events or ():
+            try:
+                events.append(msgspec.Raw(msgspec.msgpack.encode(_with_hashes(event))))
+            except (OverflowError, ValueError, TypeError, RecursionError):
+                events.append(_UNREADABLE)
+        # a recording without times: each line is made later than the last, and a repeated line is the same message
+        if seq != stream.next_seq - 1:
+            self._made_s += 1
+        ts = self._made_s if line.ts is None else line.ts
+        payload = msgspec.msgpack.encode([ts, events, line.rank])
+        self._batch(worker, line.rank, seq, payload, decode_batch(payload), replayed=False, timed=line.ts is not None)
 
-    def _batch(self, worker: str, rank: int, seq: int, payload: bytes, batch: EventBatch, replayed: bool) -> None:
+    def _batch(
+        self,
+        worker: str,
+        rank: int,
+        seq: int,
+        payload: bytes,
+        batch: EventBatch,
+        replayed: bool,
+        timed: bool = True,
+    ) -> None:
         holder = (worker, rank if batch.data_parallel_rank is None else batch.data_parallel_rank)
         stream = self._stream(holder)
-        if holder in self._replays and (replayed or stream.fills_gap(seq)):
+        if holder in self._replays and (replayed or stream.fills_gap(seq, batch.ts if timed else None)):
             self._carry_out(holder, stream.replayed(self._replays[holder], seq, payload, batch))
             if holder in self._replays and not stream.fills_gap(stream.next_seq):
                 self._carry_out(holder, stream.replay_done(self._replays.pop(holder)))
-        else:
+        elif not replayed or seq >= stream.next_seq:
             self._carry_out(holder, stream.live(seq, payload, batch))
 
     def _stream(self, holder: tuple[str, int]) -> Stream:
@@ -193,6 +220,10 @@ class Replayer:
     def finish(self) -> None:
         """The recording ends here."""
         self._give_up_replays()
+
+
+_UNREADABLE = msgspec.Raw(msgspec.msgpack.encode(["BlockStored"]))
+"""In place of an event that no message could hold: it is counted as malformed where the others are."""
 
 
 def _with_hashes(event: Any) -> Any:
@@ -247,6 +278,8 @@ def _bytes(text: bytes | str) -> bytes:
 def main(args: Sequence[str]) -> int:
     """Exit code 0, or 1 when some line could not be used."""
     parser = Parser("warmroute replay-events", "Feed recorded KV events to the index and answer queries (JSON lines).")
+    parser.epilog = LINES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", metavar="FILE", help="JSON lines, or - for standard input")
     options = parser.parse(args)
     with nullcontext(sys.stdin.buffer) if options.file == "-" else open(options.file, "rb") as lines:

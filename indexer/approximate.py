@@ -77,6 +77,9 @@ class ApproximateIndex:
         if new.block_size != before.block_size:
             self.clear(worker)
         self._workers[worker] = new
+        for holder, assumed in self._assumed.items():
+            if holder[0] == worker:
+                self._fit(assumed, new.capacity_blocks)
 
     def remove_worker(self, worker: str) -> None:
         self.clear(worker)
@@ -114,9 +117,7 @@ class ApproximateIndex:
             if before is None:
                 self._plane.add(key, NO_PARENT, False, assumed.bit, {})
             blocks[key] = _Touch(now_s, None if before is None else before.at_s)
-        capacity = self._workers.get(worker, self._default).capacity_blocks
-        while len(blocks) > capacity:
-            self._drop(assumed, next(iter(blocks)))
+        self._fit(assumed, self._workers.get(worker, self._default).capacity_blocks)
         return keys
 
     def retract(self, worker: str, rank: int, keys: Iterable[int], assumed_at_s: float) -> None:
@@ -219,6 +220,10 @@ class ApproximateIndex:
             if blocks[key].at_s + self.ttl_s > now_s:
                 return
             self._drop(assumed, key)
+
+    def _fit(self, assumed: _Assumed, capacity_blocks: int) -> None:
+        while len(assumed.blocks) > capacity_blocks:
+            self._drop(assumed, next(iter(assumed.blocks)))
 
     def _drop(self, assumed: _Assumed, key: int) -> None:
         del assumed.blocks[key]

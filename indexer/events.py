@@ -53,6 +53,7 @@ class BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False
     medium: str | None = None
     group_idx: int | None = None
     remaining_copy_counts: list[int] | None = None
+    locality: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from itertools import islice
 from typing import Any
 
 from indexer.orphans import Orphans, Run
@@ -23,6 +24,8 @@ FULL_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_att
 """KV-cache groups whose blocks prove that the whole prefix up to them is usable (vLLM `kv_cache_spec_kind`)."""
 
 MAX_BLOCK_SIZES = 4
+MAX_GROUPS = 64
+"""More block sizes or KV-cache groups than these, from one (worker, rank), are counted and not indexed."""
 ROOT_COPY_BATCHES = 3
 """A second announcement of a first block counts as another physical copy only this many batches after the first one. An
 engine computes a first block twice only when both requests are scheduled before either is cached, that is within a
@@ -43,7 +46,7 @@ class EntryMap:
     first.
     """
 
-    __slots__ = ("block_size", "copies", "group", "own", "roots", "tier")
+    __slots__ = ("_oldest", "_roots_limit", "block_size", "copies", "group", "own", "roots", "tier")
 
     def __init__(self, tier: int, group: int, block_size: int) -> None:
         self.tier = tier
@@ -53,11 +56,28 @@ class EntryMap:
         self.copies: dict[int, int] = {}
         self.roots: dict[int, int] = {}
         """First blocks -> the batch that stored them, for the latest ones."""
+        self._roots_limit = 256
+        self._oldest: deque[int] = deque()
+
+    def oldest(self, n_blocks: int) -> list[int]:
+        """Up to `n_blocks` hashes in the order they were stored, each given once per round through all of them."""
+        found: list[int] = []
+        while len(found) < n_blocks and self.own:
+            if not self._oldest:
+                if found:
+                    break
+                # a scan from the front passes over all that was removed there, so it is made for many at a time
+                self._oldest.extend(islice(self.own, 4096))
+            h = self._oldest.popleft()
+            if h in self.own:
+                found.append(h)
+        return found
 
     def note_root(self, first_hash: int, batch: int) -> None:
         self.roots[first_hash] = batch
-        if len(self.roots) > 256:
+        if len(self.roots) > self._roots_limit:
             self.roots = {h: at for h, at in self.roots.items() if batch - at <= ROOT_COPY_BATCHES}
+            self._roots_limit = 256 + 2 * len(self.roots)
 
     def is_reannouncement(self, first_hash: int, batch: int) -> bool:
         """Whether a known first block that is stored again is old enough to be no second physical copy."""
@@ -86,6 +106,7 @@ class HolderState:
         "removed",
         "shared",
         "stored",
+        "tiered",
         "where",
         "worker",
     )
@@ -102,6 +123,8 @@ class HolderState:
         self.orphans = Orphans(orphan_limit_blocks)
         self.ready: deque[tuple[Run, int, int]] = deque()
         """Former orphans whose parent has come: (run, the parent's hash, blocks already placed)."""
+        self.tiered = False
+        """Whether it ever held blocks below the GPU in this epoch."""
         self.entries = 0
         self.batches = 0
         self.stored = 0
@@ -127,9 +150,15 @@ class HolderState:
     def is_empty(self) -> bool:
         return not self.entries and not self.orphans.blocks
 
+    def forget_places(self) -> None:
+        """Of an empty state: what it once held, and in which block sizes, says nothing about what comes."""
+        self.maps.clear()
+        self.where.clear()
+        self.ignored.clear()
+
     def counts_group(self, group: int, kind: str | None) -> bool:
         """Whether blocks of this KV-cache group prove a full prefix. A group beyond the first must have said so."""
-        if kind is not None:
+        if kind is not None and (group in self.group_counts or len(self.group_counts) < MAX_GROUPS):
             self.group_counts[group] = kind in FULL_PREFIX_KINDS
         return self.group_counts.get(group, group == 0)
 
@@ -149,6 +178,7 @@ class HolderState:
         sizes = {m.block_size for m in self.all_maps()}
         if block_size not in sizes and len(sizes) >= MAX_BLOCK_SIZES:
             return None
+        self.tiered = self.tiered or tier in (CPU, DISK)
         entry_map = EntryMap(tier, group, block_size)
         self.maps.setdefault((tier, group), []).append(entry_map)
         return entry_map

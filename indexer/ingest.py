@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from itertools import islice
 from threading import Lock
 from typing import Any
 
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from indexer.holder import MAX_COPIES, EntryMap, HolderState, tier_of
+from indexer.holder import GPU, MAX_COPIES, EntryMap, HolderState, tier_of
 from indexer.keys import Extra, chain, event_extras, root
 from indexer.match import Holder
 from indexer.orphans import Place, Run
 from indexer.plane import NO_PARENT, ROOT_PARENT
-from indexer.table import ENTRY_BYTES, KEY_BYTES, ORPHAN_BYTES, SLICE_BLOCKS, Table
+from indexer.table import ENTRY_BYTES, KEY_BYTES, SLICE_BLOCKS, Table
 
 _MAX_BLOCK_SIZE = 1 << 16
+_MAX_ADAPTERS = 4096
+"""Names of adapters remembered per worker."""
+
+_MAX_PLACES = 256
 UNKNOWN = -1
 """In place of a key: the block is not known (yet)."""
 
@@ -63,6 +66,8 @@ class Ingest:
                 if n and not event.token_ids and state.counts_group(event.group_idx or 0, event.kv_cache_spec_kind):
                     self._stored_by_hash(state, event)
                 return
+            if len(state.where) >= _MAX_PLACES:
+                state.where.clear()
             state.where[place] = entries
         block_size = entries.block_size
         try:
@@ -70,7 +75,8 @@ class Ingest:
         except (OverflowError, TypeError):
             state.counters["malformed_events"] += 1
             return
-        extras = event_extras(event.extra_keys, n, event.lora_name) if event.extra_keys else {}
+        extra_keys = event.extra_keys
+        extras = event_extras(extra_keys, n, event.lora_name) if extra_keys and any(extra_keys) else {}
         parent: Any = event.parent_block_hash
         with self._lock:
             if not self._table.is_current(state):
@@ -81,7 +87,12 @@ class Ingest:
             if parent is None:
                 if hashes[0] not in entries.own:
                     entries.note_root(hashes[0], state.batches)
-                elif count_copies and event.origin is None and entries.is_reannouncement(hashes[0], state.batches):
+                elif (
+                    count_copies
+                    and event.origin is None
+                    and entries.tier == GPU
+                    and entries.is_reannouncement(hashes[0], state.batches)
+                ):
                     state.counters["reannounced_blocks"] += n
                     count_copies = False
                 key = root(event.lora_name if event.lora_name is not None else event.lora_id, block_size)
@@ -132,7 +143,7 @@ class Ingest:
 
     def _learn_adapter(self, worker: str, name: str) -> None:
         learned = self.adapters.setdefault(worker, set())
-        if name not in learned:
+        if name not in learned and len(learned) < _MAX_ADAPTERS:
             learned.add(name)
             self._table.version += 1
 
@@ -148,7 +159,7 @@ class Ingest:
     ) -> None:
         """The common case: blocks this holder does not have, under a parent it knows, and nothing waits for them."""
         n = len(hashes)
-        self._table.make_room(n, KEY_BYTES + ENTRY_BYTES)
+        self._table.make_room(n * (KEY_BYTES + ENTRY_BYTES))
         keys = chain(key, tokens, entries.block_size, 0, n, extras)
         if at_root:
             self._table.add_entries(state, entries, hashes, keys, ROOT_PARENT, True)
@@ -181,7 +192,7 @@ class Ingest:
             elif h in entries.own:
                 self._table.count_copy(entries, h, state.physical)
             else:
-                self._table.make_room(1, KEY_BYTES + ENTRY_BYTES)
+                self._table.make_room(KEY_BYTES + ENTRY_BYTES)
                 self._table.add_entry(state, plane, entries, h, key, NO_PARENT, False)
                 self._table.version += 1
 
@@ -197,31 +208,27 @@ class Ingest:
                 own = entries.own
                 key = own.get(parent) if parent is not None else None
                 known = next((i for i in range(start, stop) if run.hashes[i] in own), stop)
+                known_key = own[run.hashes[known]] if known < stop else UNKNOWN
                 if key is None and known > start:
-                    self._keep_orphans(state, _cut(run, parent, start, known), count_copies)
+                    waiting = _cut(run, parent, start, known)
+                    self._table.add_orphans(state, waiting, count_copies)
+                    state.counters["orphaned_blocks"] += waiting.live
                 if key is not None:
                     self._store_slice(
                         state, entries, _cut(run, parent, start, stop), key, 0, stop - start, count_copies
                     )
                 elif known < stop:
                     h = run.hashes[known]
-                    self._table.count_copy(entries, h, count_copies)
+                    self._table.count_copy(entries, h, count_copies and h in own)
                     tail = _cut(run, h, known + 1, stop)
-                    self._store_slice(state, entries, tail, own[h], 0, len(tail.hashes), count_copies)
+                    self._store_slice(state, entries, tail, known_key, 0, len(tail.hashes), count_copies)
             parent = run.hashes[stop - 1]
-
-    def _keep_orphans(self, state: HolderState, run: Run, count_copies: bool) -> None:
-        self._table.make_room(len(run.hashes), ORPHAN_BYTES)
-        before = state.orphans.blocks
-        state.orphans.add(run, count_copies)
-        self._table.orphans += state.orphans.blocks - before
-        state.counters["orphaned_blocks"] += run.live
 
     def _store_slice(
         self, state: HolderState, entries: EntryMap, run: Run, key: int, start: int, stop: int, count_copies: bool
     ) -> int:
         """Blocks start..stop-1 of `run`, the first of which has parent `key`. Returns the last one's key."""
-        self._table.make_room(stop - start, KEY_BYTES + ENTRY_BYTES)
+        self._table.make_room((stop - start) * (KEY_BYTES + ENTRY_BYTES))
         plane = self._table.planes[entries.tier]
         own = entries.own
         seen = run.seen
@@ -264,9 +271,8 @@ class Ingest:
         if waiting:
             for h in run.hashes[start:stop]:
                 if h in waiting and state.find_entry(h) is not None:
-                    before = state.orphans.blocks
-                    state.ready.extend((joined, h, 0) for joined in state.orphans.take(h))
-                    self._table.orphans += state.orphans.blocks - before
+                    with self._table.orphan_change(state):
+                        state.ready.extend((joined, h, 0) for joined in state.orphans.take(h))
         return key
 
     def _adopt(self, state: HolderState) -> None:
@@ -308,7 +314,7 @@ class Ingest:
         if not state.group_counts.get(group, group == 0):
             state.ignored[group] = max(0, state.ignored.get(group, 0) - len(hashes[start:stop]))
             return
-        tier = tier_of(event.medium)
+        tier = tier_of(event.medium, event.locality)
         remaining = event.remaining_copy_counts
         if remaining is not None and len(remaining) != len(hashes):
             remaining = None
@@ -339,30 +345,32 @@ class Ingest:
             self._table.drop_entry(state, entries, h)
 
     def _remove_orphan(self, state: HolderState, place: Place, remaining: int | None) -> bool:
-        before = state.orphans.blocks
-        found = state.orphans.remove(place, remaining)
-        self._table.orphans += state.orphans.blocks - before
-        return found
+        with self._table.orphan_change(state):
+            return state.orphans.remove(place, remaining)
 
     def _cleared(self, state: HolderState, event: AllBlocksCleared) -> None:
         state.counters["clears"] += 1
         tier = None if event.medium is None else tier_of(event.medium)
-        if tier is None or (not state.orphans.blocks and not any(m.own for m in state.all_maps() if m.tier != tier)):
-            with self._lock:
-                if self._table.is_current(state):
-                    self._table.clear((state.worker, state.rank))
-            return
         with self._lock:
-            before = state.orphans.blocks
-            state.orphans.drop_tier(tier)
-            self._table.orphans += state.orphans.blocks - before
-        for entries in [m for m in state.all_maps() if m.tier == tier]:
+            if not self._table.is_current(state):
+                return
+            maps = state.all_maps()
+            if tier is None or (not state.orphans.blocks and not any(m.own for m in maps if m.tier != tier)):
+                self._table.clear((state.worker, state.rank))
+                return
+            waiting = state.orphans.places(tier)
+        for start in range(0, len(waiting), SLICE_BLOCKS):
+            with self._lock:
+                if not self._table.is_current(state):
+                    return
+                for place in waiting[start : start + SLICE_BLOCKS]:
+                    self._remove_orphan(state, place, 0)
+        for entries in [m for m in maps if m.tier == tier]:
             while entries.own:
                 with self._lock:
                     if not self._table.is_current(state):
                         return
-                    for h in list(islice(reversed(entries.own), SLICE_BLOCKS)):
-                        self._table.drop_entry(state, entries, h)
+                    self._table.drop_latest(state, entries, SLICE_BLOCKS)
 
 
 def _cut(run: Run, parent: int | None, start: int, stop: int) -> Run:

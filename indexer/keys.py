@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -102,10 +103,8 @@ def extra_parts(value: Any, lora_name: str | None) -> list[bytes]:
 
 
 def block_extra(value: Any, lora_name: str | None) -> Extra:
-    """Canonical extra keys of one block of an event: order does not matter, a repeated id counts once."""
-    if value is None:
-        return ()
-    return tuple(sorted(set(extra_parts(value, lora_name))))
+    """Canonical extra keys of one block of an event, in the engine's order: media as they come, then the salt."""
+    return () if value is None else tuple(extra_parts(value, lora_name))
 
 
 def event_extras(values: Sequence[Any] | None, n_blocks: int, lora_name: str | None) -> dict[int, Extra]:
@@ -125,26 +124,40 @@ def query_extras(
     """Blocks of a query that have extra keys: ``{block index: extra}``.
 
     `extra_keys` is a list with one entry per block (None, or that block's ids), or a list of MediaSpan.
-    A media id equal to the salt or to the LoRA name is not a media id.
+    A media id equal to the salt or to the LoRA name is not a media id. Raises ValueError for anything else.
     """
     parts: dict[int, list[bytes]] = {}
     for i, value in enumerate(extra_keys or ()):
         if isinstance(value, MediaSpan):
+            ids = _media_ids(value.id, lora_name)
             last = (value.start_token + max(value.n_tokens, 1) - 1) // block_size
             for block in range(value.start_token // block_size, min(last + 1, n_blocks)):
-                parts.setdefault(block, []).extend(extra_parts(value.id, lora_name))
+                parts.setdefault(block, []).extend(ids)
         elif value is not None and i < n_blocks:
-            parts.setdefault(i, []).extend(extra_parts(value, lora_name))
+            parts.setdefault(i, []).extend(_media_ids(value, lora_name))
     if cache_salt is not None and n_blocks:
-        parts.setdefault(0, []).append(cache_salt.encode("utf-8", "surrogatepass"))
-    return {i: tuple(sorted(set(ids))) for i, ids in parts.items() if ids}
+        salt = cache_salt.encode("utf-8", "surrogatepass")
+        parts[0] = [part for part in parts.get(0, []) if part != salt] + [salt]
+    return {i: tuple(ids) for i, ids in parts.items() if ids}
+
+
+def _media_ids(value: Any, lora_name: str | None) -> list[bytes]:
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(item, (str, bytes, int, list, tuple)) for item in items):
+        raise ValueError("extra_keys must hold, per block, null or a list of ids (or be MediaSpans)")
+    return extra_parts(value, lora_name)
 
 
 def block_key(parent: int, tokens: bytes, extra: Extra = ()) -> int:
     """The key of one block whose `tokens` are exactly ``4 * block_size`` bytes."""
     if not extra:
         return xxh3(tokens, parent)
-    return xxh3(tokens + b"".join(_LENGTH.pack(b"x", len(part)) + part for part in extra), parent)
+    return xxh3(tokens + _framed(extra), parent)
+
+
+@lru_cache(maxsize=4096)
+def _framed(extra: Extra) -> bytes:
+    return b"".join(_LENGTH.pack(b"x", len(part)) + part for part in extra)
 
 
 _SPLITTERS: dict[tuple[int, int], Struct] = {}
@@ -167,4 +180,5 @@ def chain(parent: int, tokens: bytes, block_size: int, start: int, stop: int, ex
     key = parent
     if not extras or not any(start <= i < stop for i in extras):
         return [key := xxh3(block, key) for block in blocks]
-    return [key := block_key(key, block, extras.get(i, ())) for i, block in enumerate(blocks, start)]
+    tails = {i: _framed(extra) for i, extra in extras.items() if start <= i < stop}
+    return [key := xxh3(block + tails.get(i, b""), key) for i, block in enumerate(blocks, start)]

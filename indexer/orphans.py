@@ -8,6 +8,11 @@ Place = tuple[int, int, int]
 """(tier, KV-cache group, engine hash)."""
 
 
+BLOCK_BYTES = 320
+EXTRA_BYTES = 300
+"""Accounted size of one waiting block besides its tokens, and of its extra keys."""
+
+
 class Run:
     """Blocks of one event, in chain order, whose first one has the engine hash `parent` before it.
 
@@ -15,7 +20,19 @@ class Run:
     blocks are.
     """
 
-    __slots__ = ("block_size", "counts", "extras", "group", "hashes", "live", "parent", "seen", "tier", "tokens")
+    __slots__ = (
+        "block_size",
+        "bytes",
+        "counts",
+        "extras",
+        "group",
+        "hashes",
+        "live",
+        "parent",
+        "seen",
+        "tier",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -34,6 +51,8 @@ class Run:
         self.extras = extras
         self.tier = tier
         self.group = group
+        self.bytes = len(tokens) + len(hashes) * BLOCK_BYTES + len(extras) * EXTRA_BYTES
+        """Accounted size while it waits, however many of its blocks are still resident."""
         self.counts: list[int] = []
         self.live = 0
         self.seen: set[int] | None = set() if len(hashes) > 1 and len(set(hashes)) < len(hashes) else None
@@ -43,13 +62,14 @@ class Run:
 class Orphans:
     """The waiting runs of one (worker, rank), at most `limit_blocks` resident blocks; the oldest run gives way."""
 
-    __slots__ = ("blocks", "by_parent", "dropped", "limit_blocks", "where")
+    __slots__ = ("blocks", "by_parent", "bytes", "dropped", "limit_blocks", "where")
 
     def __init__(self, limit_blocks: int) -> None:
         self.limit_blocks = limit_blocks
-        self.by_parent: dict[int | None, list[Run]] = {}
+        self.by_parent: dict[int | None, dict[Run, None]] = {}
         self.where: dict[Place, tuple[Run, int]] = {}
         self.blocks = 0
+        self.bytes = 0
         self.dropped = 0
 
     def add(self, run: Run, count_copies: bool) -> None:
@@ -66,7 +86,8 @@ class Orphans:
         if not run.live:
             return
         self.blocks += run.live
-        self.by_parent.setdefault(run.parent, []).append(run)
+        self.bytes += run.bytes
+        self.by_parent.setdefault(run.parent, {})[run] = None
         while self.blocks > self.limit_blocks:
             self.drop_oldest()
 
@@ -76,9 +97,10 @@ class Orphans:
 
     def take(self, parent: int | None) -> list[Run]:
         """The runs that wait for `parent`; they leave."""
-        runs = self.by_parent.pop(parent, [])
+        runs = list(self.by_parent.pop(parent, ()))
         for run in runs:
             self.blocks -= run.live
+            self.bytes -= run.bytes
             for i, h in enumerate(run.hashes):
                 place = (run.tier, run.group, h)
                 known = self.where.get(place)
@@ -99,11 +121,11 @@ class Orphans:
             self.blocks -= 1
             if not run.live:
                 runs = self.by_parent[run.parent]
-                runs.remove(run)
+                del runs[run]
+                self.bytes -= run.bytes
                 if not runs:
                     del self.by_parent[run.parent]
         return True
 
-    def drop_tier(self, tier: int) -> None:
-        for place in [p for p in self.where if p[0] == tier]:
-            self.remove(place, 0)
+    def places(self, tier: int) -> list[Place]:
+        return [place for place in self.where if place[0] == tier]

@@ -174,7 +174,7 @@ class Plane:
         elif isinstance(children, set):
             children.add(key)
             n = len(children)
-            if n >= 64 and n & (n - 1) == 0:
+            if n >= 4 and n & (n - 1) == 0:
                 # a hot system prompt outlives its children: forget the dead ones at every doubling
                 links[parent] = {child for child in children if self.holders(child)}
         elif children != key:

@@ -23,11 +23,12 @@ from indexer.prompt import Prompt
 from indexer.serves import UNDECLARED, Serves
 from indexer.table import SLICE_BLOCKS, Table
 
+_MAX_RANKS = 256
 _CACHED_MASKS = 4096
 _CACHED_PLANS = 1024
 
-Plan = list[tuple[str | int | None, int, int]]
-"""[(adapter, block size, mask of the holders to ask under that namespace)]."""
+Plan = list[tuple[str | int | None, int, int, int]]
+"""[(adapter, block size, mask of the holders to ask under that namespace, those of them with blocks below the GPU)]."""
 
 
 class PrefixIndex:
@@ -43,6 +44,7 @@ class PrefixIndex:
         self, *, budget_bytes: int = 2 << 30, orphan_blocks: int = 65536, removal_mode: str = "physical"
     ) -> None:
         self._lock = Lock()
+        self._writer = Lock()
         self._table = Table(budget_bytes, orphan_blocks, _is_physical(removal_mode))
         self._ingest = Ingest(self._table, self._lock)
         self._serves: dict[str, Serves] = {}
@@ -51,6 +53,7 @@ class PrefixIndex:
         self._matches: dict[int, Match] = {}
         self._version = 0
         self._lookups = 0
+        self._refused_ranks = 0
 
     def set_worker(
         self,
@@ -95,15 +98,25 @@ class PrefixIndex:
     def apply(self, worker: str, rank: int, batch: EventBatch) -> None:
         """Take in one batch of `worker`. The batch's own rank, where it names one, is the rank its blocks go to."""
         holder = (worker, rank if batch.data_parallel_rank is None else batch.data_parallel_rank)
-        with self._lock:
-            state = self._table.state(*holder)
-            state.batches += 1
-            if batch.malformed or batch.unknown:
-                state.counters["malformed_events"] += batch.malformed
-                state.counters["unknown_events"] += sum(batch.unknown.values())
-        self._ingest.apply(holder, batch.events)
+        # one batch after the other, while lookups and clears come between any two slices of one
+        with self._writer:
+            with self._lock:
+                if not self._admits(holder):
+                    self._refused_ranks += 1
+                    return
+                state = self._table.state(*holder)
+                state.batches += 1
+                if batch.malformed or batch.unknown:
+                    state.counters["malformed_events"] += batch.malformed
+                    state.counters["unknown_events"] += sum(batch.unknown.values())
+            self._ingest.apply(holder, batch.events)
         if self._table.retired:
             self.sweep(4 * SLICE_BLOCKS)
+
+    def _admits(self, holder: Holder) -> bool:
+        """Whether events of this rank are taken; a worker cannot bring up ranks without end."""
+        states = self._table.states
+        return holder in states or sum(worker == holder[0] for worker, _ in states) < _MAX_RANKS
 
     def sweep(self, max_blocks: int) -> int:
         """Free up to `max_blocks` blocks of cleared holders; returns how many were freed. Also done by `apply`."""
@@ -130,20 +143,17 @@ class PrefixIndex:
         Raises ValueError for ids that are not uint32.
         """
         prompt = tokens if isinstance(tokens, Prompt) else Prompt(tokens, cache_salt=cache_salt, extra_keys=extra_keys)
-        out: dict[Holder, Match] = {}
         with self._lock:
             self._lookups += 1
-            if self._version != self._table.version:
-                self._plans.clear()
-                self._masks.clear()
-                self._version = self._table.version
-            plan = self._plans.get((model, lora))
-            if plan is None:
-                plan = self._plan(model, lora)
-            for adapter, block_size, candidates in plan:
+            plan = self._current_plan(model, lora)
+        for adapter, block_size, _, _ in plan:
+            prompt.chain(adapter, block_size)  # what media and salt add to its blocks is worked out without the lock
+        out: dict[Holder, Match] = {}
+        with self._lock:
+            for adapter, block_size, candidates, tiered in self._current_plan(model, lora):
                 chain = prompt.chain(adapter, block_size)
                 if chain.n_blocks:
-                    self._match(chain, candidates, out)
+                    self._match(chain, candidates, tiered, out)
         return out
 
     def holds(self, worker: str, rank: int, key: int) -> bool:
@@ -152,52 +162,65 @@ class PrefixIndex:
             state = self._table.states.get((worker, rank))
             return state is not None and bool(self._table.planes[GPU].holders(key) & state.bit)
 
-    def _match(self, prompt: Chain, candidates: int, out: dict[Holder, Match]) -> None:
+    def _match(self, prompt: Chain, candidates: int, tiered: int, out: dict[Holder, Match]) -> None:
         planes = self._table.planes
-        tiers = [planes[tier].depths(prompt, candidates) if planes[tier].size else [] for tier in (GPU, CPU, DISK)]
-        deepest = max((depth[-1][0] for depth in tiers if depth), default=0)
+        gpu = planes[GPU].depths(prompt, candidates)
+        size = prompt.block_size
+        found: dict[Holder, list[int]] = {}
+        if tiered:
+            lower = [planes[GPU], planes[CPU], planes[DISK]]
+            for column, depths in enumerate(
+                (
+                    planes[GPU].depths(prompt, tiered),
+                    planes[CPU].depths(prompt, tiered),
+                    planes[DISK].depths(prompt, tiered),
+                    joint_depths(lower, prompt, tiered),
+                )
+            ):
+                for depth, mask in depths:
+                    for holder in self._holders(mask):
+                        found.setdefault(holder, [0, 0, 0, 0])[column] = depth * size
+        deepest = gpu[-1][0] if gpu else 0
+        for columns in found.values():
+            deepest = max(deepest, columns[3] // size)
         if deepest and self._table.bytes_used() > self._table.budget_bytes // 2:
             self._table.touch(prompt.keys[:deepest])
-        size = prompt.block_size
-        lower_tiers = planes[CPU].size or planes[DISK].size
-        if not out and not lower_tiers:
-            for depth, mask in tiers[GPU]:
-                match = self._gpu_match(depth * size)
-                holders = self._masks.get(mask) or self._holders(mask)
-                if len(holders) == 1:
-                    out[holders[0]] = match
-                else:
-                    out |= dict.fromkeys(holders, match)
-            return
-        if lower_tiers:
-            reach = joint_depths([planes[GPU], planes[CPU], planes[DISK]], prompt, candidates)
-        else:
-            reach = tiers[GPU]
-        found: dict[Holder, list[int]] = {}
-        for column, depths in enumerate((*tiers, reach)):
-            for depth, mask in depths:
-                for holder in self._holders(mask):
-                    found.setdefault(holder, [0, 0, 0, 0])[column] = depth * size
-        for holder, columns in found.items():
-            before = out.get(holder)
-            if before is not None:
-                had = (before.gpu_tokens, before.cpu_tokens, before.disk_tokens, before.reach_tokens)
-                columns = [max(a, b) for a, b in zip(columns, had, strict=True)]
-            gpu, cpu, disk, reached = columns
-            out[holder] = Match(gpu, cpu, disk, reached)
+        fresh = not out
+        for depth, mask in gpu:
+            match = self._gpu_match(depth * size)
+            holders = self._masks.get(mask) or self._holders(mask)
+            if not fresh:
+                for holder in holders:
+                    out[holder] = _deeper(out.get(holder), match)
+            elif len(holders) == 1:
+                out[holders[0]] = match
+            else:
+                out |= dict.fromkeys(holders, match)
+        for holder, (on_gpu, cpu, disk, reach) in found.items():
+            out[holder] = _deeper(out.get(holder), Match(on_gpu, cpu, disk, reach))
 
     def _namespace(self, worker: str, model: str | None, lora: str | int | None) -> tuple[bool, str | int | None]:
         serves = self._serves.get(worker) or UNDECLARED
         return serves.namespace(model, lora, self._ingest.adapters.get(worker, ()))
 
+    def _current_plan(self, model: str | None, lora: str | int | None) -> Plan:
+        if self._version != self._table.version:
+            self._plans.clear()
+            self._masks.clear()
+            self._version = self._table.version
+        plan = self._plans.get((model, lora))
+        return self._plan(model, lora) if plan is None else plan
+
     def _plan(self, model: str | None, lora: str | int | None) -> Plan:
-        wanted: dict[tuple[str | int | None, int], int] = {}
+        wanted: dict[tuple[str | int | None, int], list[int]] = {}
         for (worker, _), state in self._table.states.items():
             answers, adapter = self._namespace(worker, model, lora)
             if answers:
                 for block_size in {m.block_size for m in state.all_maps()}:
-                    wanted[adapter, block_size] = wanted.get((adapter, block_size), 0) | state.bit
-        plan = [(adapter, block_size, mask) for (adapter, block_size), mask in wanted.items()]
+                    masks = wanted.setdefault((adapter, block_size), [0, 0])
+                    masks[0] |= state.bit
+                    masks[1] |= state.bit if state.tiered else 0
+        plan: Plan = [(adapter, size, masks[0], masks[1]) for (adapter, size), masks in wanted.items()]
         if len(self._plans) >= _CACHED_PLANS:
             self._plans.clear()
         self._plans[model, lora] = plan
@@ -231,12 +254,26 @@ class PrefixIndex:
                 "budget_bytes": self._table.budget_bytes,
                 "keys": {name: plane.size for name, plane in zip(TIER_NAMES, self._table.planes, strict=True)},
                 "entries": self._table.entries,
-                "orphan_blocks": self._table.orphans,
+                "orphan_blocks": sum(state.orphans.blocks for state in self._table.states.values()),
+                "orphan_bytes": self._table.orphan_bytes,
                 "retired_holders": len(self._table.retired),
                 "evicted_by_budget_blocks": self._table.evicted,
                 "lookups": self._lookups,
+                "batches_of_refused_ranks": self._refused_ranks,
                 "workers": workers,
             }
+
+
+def _deeper(had: Match | None, match: Match) -> Match:
+    """What one holder has in two block sizes: the deeper of each."""
+    if had is None:
+        return match
+    return Match(
+        max(had.gpu_tokens, match.gpu_tokens),
+        max(had.cpu_tokens, match.cpu_tokens),
+        max(had.disk_tokens, match.disk_tokens),
+        max(had.reach_tokens, match.reach_tokens),
+    )
 
 
 def _is_physical(removal_mode: str) -> bool:

@@ -203,9 +203,14 @@ class Stream:
             self.next_seq = seq + 1
         return []
 
-    def fills_gap(self, seq: int) -> bool:
-        """Whether the batch `seq` is one that the replay being waited for would bring."""
-        return self.phase is Phase.REPLAYING and bool(self._buffer) and self.next_seq <= seq < self._buffer[0].seq
+    def fills_gap(self, seq: int, ts: float | None = None) -> bool:
+        """Whether the batch `seq`, made at `ts`, is one that the replay being waited for would bring: older, not
+        newer.
+        """
+        if self.phase is not Phase.REPLAYING or not self._buffer:
+            return False
+        first = self._buffer[0]
+        return self.next_seq <= seq < first.seq and (ts is None or ts <= first.identity[0])
 
     def stats(self) -> dict[str, Any]:
         return {

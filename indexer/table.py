@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from indexer.holder import GPU, MAX_COPIES, TIER_NAMES, EntryMap, HolderState
 from indexer.match import Holder
+from indexer.orphans import Run
 from indexer.plane import Plane
 
 SLICE_BLOCKS = 128
 """No lock is held for more blocks than this at a time."""
 
-KEY_BYTES = 190
-ENTRY_BYTES = 125
-"""Accounted size of one key (mask row, link row, the key itself) and of one engine-hash entry. Upper ends of what
-`python -m bench micro` measures (CPython 3.11; a dict row costs 38 to 84 bytes depending on how full the dict is)."""
+KEY_BYTES = 240
+ENTRY_BYTES = 175
+"""Accounted size of one key (mask row, link row, the key itself) and of one engine-hash entry. While the index grows
+`python -m bench micro` measures about half of their sum; in steady replacement at the budget, with dicts full of gaps,
+it was measured at 413 bytes (CPython 3.11).
+"""
 
-ORPHAN_BYTES = 400
+ORPHAN_SHARE = 16
+"""Blocks without a parent may take one part in so many of the budget."""
+
 HOT_BYTES = 110
 MIN_BUDGET_BYTES = 1 << 20
 
@@ -36,7 +42,7 @@ class Table:
         self.states: dict[Holder, HolderState] = {}
         self.retired: list[HolderState] = []
         self.entries = 0
-        self.orphans = 0
+        self.orphan_bytes = 0
         self.evicted = 0
         self.version = 0
         """Grows whenever holders, bits or block sizes change, so that what was derived from them is stale."""
@@ -63,7 +69,8 @@ class Table:
     def clear(self, holder: Holder) -> None:
         state = self.states[holder]
         if state.is_empty():
-            state.ignored.clear()
+            state.forget_places()
+            self.version += 1
             return
         self._retire(state)
         fresh = state.next_epoch(self._take_bit())
@@ -71,7 +78,7 @@ class Table:
         self.version += 1
 
     def _retire(self, state: HolderState) -> None:
-        self.orphans -= state.orphans.blocks
+        self.orphan_bytes -= state.orphans.bytes
         self.retired.append(state)
         del self._by_bit[state.bit]
         self.version += 1
@@ -88,9 +95,7 @@ class Table:
             state = self.retired[-1]
             if state.entries:
                 entries = next(m for m in state.all_maps() if m.own)
-                for h in list(islice(reversed(entries.own), max_blocks - freed)):
-                    self.drop_entry(state, entries, h)
-                    freed += 1
+                freed += self.drop_latest(state, entries, max_blocks - freed)
             if not state.entries:
                 self.retired.pop()
                 self.planes[GPU].open &= ~state.bit
@@ -98,11 +103,22 @@ class Table:
                 self._free_bits.sort(reverse=True)
         return freed
 
+    def drop_latest(self, state: HolderState, entries: EntryMap, max_blocks: int) -> int:
+        """Forget up to `max_blocks` blocks, the last stored first: children before their parents."""
+        own = entries.own
+        entries.copies.clear()
+        freed = 0
+        while own and freed < max_blocks:
+            # popitem, as each scan of a dict from an end passes over all that was removed there before
+            self._release(state, entries, own.popitem()[1])
+            freed += 1
+        return freed
+
     def bytes_used(self) -> int:
         """Accounted bytes of blocks (the touched keys have a fixed share of the budget besides)."""
         gpu, cpu, disk, other = self.planes
         keys = gpu.size + cpu.size + disk.size + other.size
-        return keys * KEY_BYTES + self.entries * ENTRY_BYTES + self.orphans * ORPHAN_BYTES
+        return keys * KEY_BYTES + self.entries * ENTRY_BYTES + self.orphan_bytes
 
     def touch(self, keys: list[int]) -> None:
         """Remember that a lookup met `keys`. Two generations of them share an eighth of the budget."""
@@ -111,43 +127,60 @@ class Table:
             self._hot = set()
         self._hot.update(keys[: self._hot_limit])
 
-    def make_room(self, n_blocks: int, block_bytes: int) -> None:
-        """Forget what must be forgotten so that `n_blocks` more stay within the budget."""
-        self._room_bytes -= n_blocks * block_bytes
+    def make_room(self, need_bytes: int) -> None:
+        """Forget what must be forgotten so that `need_bytes` more stay within the budget."""
+        self._room_bytes -= need_bytes
         if self._room_bytes >= 0:
             return
-        hot_bytes = 2 * self._hot_limit * HOT_BYTES
-        allowed = self.budget_bytes - hot_bytes - n_blocks * block_bytes
+        allowed = self.budget_bytes - 2 * self._hot_limit * HOT_BYTES - need_bytes
         while self.bytes_used() > allowed:
             if self.retired:
                 self.sweep_slice(SLICE_BLOCKS)
             elif self.entries:
                 self._evict(SLICE_BLOCKS)
-            elif self.orphans:
-                state = max(self.states.values(), key=lambda s: s.orphans.blocks)
-                before = state.orphans.blocks
-                state.orphans.drop_oldest()
-                self.orphans += state.orphans.blocks - before
+            elif self.orphan_bytes:
+                self._drop_orphans()
             else:
                 break
         # all growth passes here, so what is free now need not be counted anew until it is used up
         self._room_bytes = max(0, allowed - self.bytes_used())
 
+    def add_orphans(self, state: HolderState, run: Run, count_copies: bool) -> None:
+        """Keep a run until its parent comes; older ones give way beyond their share of the budget."""
+        self.make_room(run.bytes)
+        with self.orphan_change(state):
+            state.orphans.add(run, count_copies)
+        while self.orphan_bytes > self.budget_bytes // ORPHAN_SHARE:
+            self._drop_orphans()
+
+    @contextmanager
+    def orphan_change(self, state: HolderState) -> Iterator[None]:
+        """Keeps the account while the orphans of `state` change."""
+        before = state.orphans.bytes
+        yield
+        self.orphan_bytes += state.orphans.bytes - before
+
+    def _drop_orphans(self) -> None:
+        state = max(self.states.values(), key=lambda s: s.orphans.bytes)
+        with self.orphan_change(state):
+            state.orphans.drop_oldest()
+
     def _evict(self, n_blocks: int) -> None:
         """Forget the oldest untouched blocks of the holder that has most; touched ones get a second chance."""
         state = max(self.states.values(), key=lambda s: s.entries)
         entries = max(state.all_maps(), key=lambda m: len(m.own))
-        spared = 0
-        for h, key in list(islice(entries.own.items(), n_blocks)):
+        spared = evicted = 0
+        for h in entries.oldest(n_blocks):
+            key = entries.own[h]
             if key in self._hot or key in self._hot_before:
                 entries.own[h] = entries.own.pop(h)
                 spared += 1
             else:
                 self.drop_entry(state, entries, h)
-                self.evicted += 1
-        if spared == n_blocks or len(entries.own) <= spared:
-            self._hot_before = set()
-            self._hot = set()
+                evicted += 1
+        self.evicted += evicted
+        if not evicted:
+            self._hot_before, self._hot = self._hot, set()
 
     def remove_worker(self, worker: str) -> None:
         for holder in [h for h in self.states if h[0] == worker]:
@@ -193,9 +226,11 @@ class Table:
             entries.copies[h] = min(entries.copies.get(h, 0) + copies, MAX_COPIES)
 
     def drop_entry(self, state: HolderState, entries: EntryMap, h: int) -> None:
-        key = entries.own.pop(h)
         if entries.copies:
             entries.copies.pop(h, None)
+        self._release(state, entries, entries.own.pop(h))
+
+    def _release(self, state: HolderState, entries: EntryMap, key: int) -> None:
         state.entries -= 1
         self.entries -= 1
         shared = state.shared[entries.tier]

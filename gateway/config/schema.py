@@ -92,7 +92,7 @@ class EventsConfig(_Section, frozen=True):
     ] = None
     replay_timeout_s: Annotated[Seconds, Meta(description="Longest wait for one answer to a replay request.")] = 2.0
     replay_attempts: Annotated[
-        int, Meta(ge=1, description="Replay requests for one gap before that worker's index is cleared.")
+        int, Meta(ge=1, description="Replay requests for one gap before it is given up and the worker marked partial.")
     ] = 3
     buffer_batches: Annotated[
         int, Meta(ge=1, description="Batches held per worker while a gap is replayed (vLLM replays at most 10000).")

@@ -4,16 +4,16 @@ sizes.
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import IN_CI
 from tests.support.index_world import run_world
 
-SEEDED_LOOPS = 9000 if os.environ.get("CI") else 900
+SEEDED_LOOPS = 9000 if IN_CI else 900
 MODES = {
     "any order": {},
     "tail first": {"tail_first": True, "tiers": 1},

@@ -9,7 +9,6 @@ The one thing asked of the caller is that `connected` is reported before anythin
 
 from __future__ import annotations
 
-import os
 import random
 from collections import deque
 
@@ -18,11 +17,12 @@ from hypothesis import strategies as st
 
 from indexer import Apply, Clear, EventBatch, Replay, Stream
 from indexer.stream import Action
+from tests.support import IN_CI
 from tests.support.kv_feed import batch, payload, removed
 
 OPS = ("publish",) * 8 + ("deliver",) * 6 + ("answer",) * 3 + ("bring",) * 6
 OPS += ("lose", "lose", "duplicate", "fail", "reconnect", "restart", "told")
-SEEDED_LOOPS = 6000 if os.environ.get("CI") else 700
+SEEDED_LOOPS = 6000 if IN_CI else 700
 
 Message = tuple[int, bytes, EventBatch]
 

@@ -54,7 +54,7 @@ class OracleHolder:
 
     def store(self, tier: int, group: int, paths: list[tuple], from_root: bool, physical: bool) -> None:
         count = physical
-        if from_root:
+        if from_root and tier == 0:
             first = (tier, group, paths[0])
             if not self.resident[first]:
                 self.roots[first] = self.batches

@@ -1,6 +1,5 @@
 """The oracle worlds again with tiny lookup steps and lock slices, so that every boundary is met all the time."""
 
-import os
 import random
 
 import pytest
@@ -9,9 +8,10 @@ import indexer.ingest
 import indexer.plane
 import indexer.prefix
 import indexer.table
+from tests.support import IN_CI
 from tests.support.index_world import run_world
 
-LOOPS = 600 if os.environ.get("CI") else 60
+LOOPS = 600 if IN_CI else 60
 
 
 @pytest.mark.parametrize("slice_blocks", [1, 2, 3])

@@ -88,9 +88,9 @@ def test_salt_counts_in_the_first_block_only_but_separates_the_whole_chain() -> 
     [
         (None, ()),
         ([], ()),
-        (["b", "a"], (b"a", b"b")),
+        (["b", "a"], (b"b", b"a")),
         ("a", (b"a",)),
-        (["a", "a"], (b"a",)),
+        (["a", "a"], (b"a", b"a")),
         ([["a", 15]], (b"a",)),
         ([("mm", "a", 3)], (b"a",)),
         ([["mm", "a", 3], "b"], (b"a", b"b")),
@@ -161,3 +161,17 @@ def test_a_salt_of_the_adapters_name_is_still_a_salt() -> None:
     """vLLM publishes [adapter, salt] in block 0; only one of two equal texts is the adapter."""
     assert event_extras([["l1", "l1"], ["l1"]], 2, "l1") == {0: (b"l1",)}
     assert query_extras(None, "l1", "l1", 4, 2) == {0: (b"l1",)}
+
+
+def test_order_and_repetition_of_media_tell_blocks_apart() -> None:
+    """Two small images in one block, swapped or repeated, are other content."""
+    prompts = [["A", "B"], ["B", "A"], ["A", "A", "B"]]
+    keys = {Prompt(range(4), extra_keys=[ids]).chain(None, 4).upto(1)[0] for ids in prompts}
+    assert len(keys) == 3
+    assert query_extras([["A", "salt"]], "salt", None, 4, 1) == {0: (b"A", b"salt")}
+
+
+@pytest.mark.parametrize("extra_keys", [[{"id": "x"}], [[{"mm": "x"}]], [1.5], [object()]])
+def test_a_query_with_other_extra_keys_is_refused(extra_keys: list[Any]) -> None:
+    with pytest.raises(ValueError, match="extra_keys"):
+        query_extras(extra_keys, None, None, 4, 1)

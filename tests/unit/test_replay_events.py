@@ -157,7 +157,8 @@ def test_every_kind_of_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.depths(rank=1) == [0, 0, 0, 16, 16, 0, 0]
     assert done.answers[0] == {"match": {"w": {"0": {"gpu_tokens": 12, "cpu_tokens": 0, "disk_tokens": 0}}}}
     assert done.stats["bad_lines"] == 0
-    assert done.stats["streams"]["w"]["0"]["counters"]["applied_batches"] == 4
+    assert done.stats["streams"] == {}  # cleared with the worker
+    assert done.stats["workers"]["w"]["0"]["batches"] == 4
 
 
 def test_decoded_digests_are_hex_strings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +199,8 @@ BAD: dict[str, Any] = {
     "worker is a number": {"worker": 5, "events": []},
     "rank is text": {"worker": "w", "rank": "0", "events": []},
     "negative sequence": {"worker": "w", "seq": -1, "events": []},
-    "events too large": {"worker": "w", "events": [{"type": "BlockStored", "block_hashes": [1 << 70]}]},
+    "two kinds at once": {"worker": "w", "events": [], "models": ["m"]},
+    "negative rank": {"worker": "w", "rank": -1, "events": []},
     "not base64": {"worker": "w", "frames_b64": ["?", "?", "?"]},
     "not ASCII": {"worker": "w", "frames_b64": ["ü", "ü", "ü"]},
     "too few frames": {"worker": "w", "frames_b64": ["YQ=="]},
@@ -341,3 +343,41 @@ def test_statistics_come_last_and_are_one_object(capsys: pytest.CaptureFixture[s
     done = run([QUERY], capsys)
     assert done.answers == [{"match": {}}]
     assert {"bytes", "workers", "streams", "undecodable_messages", "bad_lines"} <= done.stats.keys()
+
+
+def test_an_event_no_message_could_hold_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = {"type": "BlockStored", "block_hashes": [1 << 70], "parent_block_hash": None, "token_ids": [1, 2, 3, 4]}
+    done = run([{"worker": "w", "seq": 0, "events": [bad, chunk(0)]}, QUERY], capsys)
+    assert (done.bad, done.depths()) == (0, [4])
+    assert done.stats["workers"]["w"]["0"]["counters"]["malformed_events"] == 1
+
+
+def test_what_waited_for_a_replay_is_cleared_too(capsys: pytest.CaptureFixture[str]) -> None:
+    late = {"worker": "w", "seq": 7, "events": [chunk(0)]}
+    assert run([late, {"clear": {"worker": "w"}}, QUERY], capsys).depths() == [0]
+    again = run([late, QUERY, {"clear": {"worker": "w"}}, {**late, "seq": 0}, QUERY], capsys)
+    assert again.depths() == [4, 4]
+
+
+def test_unasked_replayed_messages_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [live(i, chunk(0) if i == 0 else chunk(1)) for i in range(600)]
+    replayed = [{**line, "frames_b64": ["", *line["frames_b64"]]} for line in lines[100:]]
+    done = run([*lines, *replayed, QUERY], capsys)
+    assert done.depths() == [8]
+    assert done.stats["streams"]["w"]["0"]["epoch"] == 0
+
+
+def test_a_number_that_goes_back_is_a_restart_even_with_the_same_content(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"worker": "w", "seq": i, "events": [chunk(i)]} for i in (0, 1)]
+    assert run([*lines, lines[1], QUERY], capsys).depths() == [8]
+    assert run([*lines, lines[0], QUERY], capsys).depths() == [4]
+
+
+def test_a_later_message_with_a_lower_number_fills_no_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"worker": "w", "seq": 1, "ts": 10.0, "events": [chunk(0)]},
+        {"worker": "w", "seq": 0, "ts": 20.0, "events": []},
+    ]
+    assert run([*lines, QUERY], capsys).depths() == [0]
+    older = [lines[0], {**lines[1], "ts": 5.0}]
+    assert run([*older, QUERY], capsys).depths() == [4]
