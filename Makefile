@@ -9,7 +9,7 @@ PACKAGES := gateway indexer scorer bench
 PROTOS := $(wildcard proto/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format e2e bench proto clean
+.PHONY: help setup demo test lint format e2e bench proto clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -22,6 +22,8 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
+
+setup: $(STAMP) ## only create .venv and install (the other targets do it by themselves)
 
 demo: $(STAMP) ## a small fleet of fake engines on this machine, routed and compared (ARGS=--json)
 	$(BIN)/warmroute demo $(ARGS)

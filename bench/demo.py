@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -56,7 +57,8 @@ class Run:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     failed: int = 0
-    per_worker: dict[str, int] = field(default_factory=dict)
+    estimated: int = 0
+    """Decisions made without token ids: the machine was too busy to tokenise in time."""
 
     def figures(self) -> dict[str, float]:
         cuts = statistics.quantiles(self.ttfts_s, n=20) if len(self.ttfts_s) > 1 else [0.0] * 19
@@ -124,7 +126,6 @@ async def ask(http: aiohttp.ClientSession, url: str, messages: list[dict[str, st
     usage: dict[str, Any] = {}
     async with http.post(f"{url}/v1/chat/completions", json=body) as response:
         response.raise_for_status()
-        worker = response.headers.get("x-warmroute-worker", "?")
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
@@ -137,7 +138,6 @@ async def ask(http: aiohttp.ClientSession, url: str, messages: list[dict[str, st
     if first is None:
         raise ValueError("an answer without content")
     run.ttfts_s.append(first)
-    run.per_worker[worker] = run.per_worker.get(worker, 0) + 1
     run.prompt_tokens += usage.get("prompt_tokens", 0)
     run.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return "".join(text)
@@ -183,8 +183,8 @@ async def ready(url: str, process: asyncio.subprocess.Process, n_workers: int) -
             if process.returncode is not None:
                 raise RuntimeError(f"the gateway ended with exit code {process.returncode}")
             with contextlib.suppress(aiohttp.ClientError):
-                async with http.get(f"{url}/v1/models") as response:
-                    if response.status == 200 and (await response.json())["data"]:
+                async with http.get(f"{url}/health") as response:
+                    if response.status == 200 and (await response.json())["usable"] == n_workers:
                         return
             await asyncio.sleep(0.1)
     raise RuntimeError(f"the gateway did not see its {n_workers} workers within {START_DEADLINE_S:.0f} s")
@@ -209,7 +209,15 @@ async def measure(name: str, policy: str, seed: int, quiet: bool) -> Run:
         progress = Progress(name, SESSIONS * TURNS, quiet)
         users = [chat(http, url, systems[i % SYSTEM_PROMPTS], seed + i, run, progress) for i in range(SESSIONS)]
         await asyncio.gather(*users)
+        async with http.get(f"{url}/metrics") as response:
+            run.estimated = estimated(await response.text())
     return run
+
+
+def estimated(metrics: str) -> int:
+    """Decisions whose token source was an estimate, from a gateway's `/metrics`."""
+    found = re.findall(r'^warmroute_decisions_total\{[^}]*tokens="estimate"[^}]*\} (\S+)', metrics, re.MULTILINE)
+    return int(sum(map(float, found)))
 
 
 def table(runs: dict[str, Run]) -> str:
@@ -237,6 +245,12 @@ def main(args: Sequence[str]) -> int:
     )
     runs = {name: asyncio.run(measure(name, policy, options.seed, options.json)) for name, policy in POLICIES}
     print("\n" + table(runs))
+    for name, run in runs.items():
+        if run.estimated > len(run.ttfts_s) // 20:
+            print(
+                f"\n  This machine was busy: under {name}, {run.estimated} of {len(run.ttfts_s)} prompts could not be "
+                "tokenised in time,\n  so they were placed by load alone. The figures say little; run it again."
+            )
     print(
         "\nNext: start your own engines with `vllm serve ... --kv-events-config ...` and run\n"
         "  warmroute gateway --worker http://HOST:PORT --worker ...\n"

@@ -8,6 +8,9 @@ from indexer import Holder
 from scorer.ledger import Load
 from scorer.types import ChangeKind, EngineStats, Role, WorkerChange
 
+STALE_S = 5.0
+"""Queue and cache figures of an engine older than this (it is asked each second) say nothing of now."""
+
 
 class Worker:
     """One vLLM server. `generation` differs between two lives under one name."""
@@ -34,6 +37,11 @@ class Worker:
         if self.models is None:
             return None
         return model in self.models or model in self.adapters
+
+    def fresh_stats(self, now_s: float) -> EngineStats | None:
+        """What the engine last said of itself, unless that is too old to be priced."""
+        stats = self.stats
+        return stats if stats is not None and now_s - stats.scraped_at_s <= STALE_S else None
 
     def block_size(self) -> int | None:
         return None if self.stats is None else self.stats.block_size

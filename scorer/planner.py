@@ -17,7 +17,7 @@ from scorer.cost import CostModel
 from scorer.fleet import Fleet, Worker
 from scorer.ledger import Booking, Load
 from scorer.policies import POLICIES, Offer, Policy
-from scorer.types import Candidate, Outcome, OutcomeKind, Plan, Price, RequestFacts, Role
+from scorer.types import Candidate, EngineStats, Outcome, OutcomeKind, Plan, Price, RequestFacts, Role
 
 CONSIDERED = 8
 EVENT_GRACE_S = 0.5
@@ -185,7 +185,7 @@ class Planner:
             workers = self.fleet.workers.values()
             if not workers:
                 raise NoWorker("no worker is configured")
-            if all(worker.models is not None for worker in workers) and not any(w.serves(facts.model) for w in workers):
+            if any(worker.models is not None for worker in workers) and not any(w.serves(facts.model) for w in workers):
                 raise ModelNotFound(facts.model, self.fleet.models())
             raise NoWorker(f"no worker that serves `{facts.model}` is up")
         usable = [
@@ -224,8 +224,9 @@ class Planner:
         cpu = max(0, min(match.cpu_tokens, cached) - gpu)
         front_s = cost.front_s(n)
         comp_s = cost.comp_s(n, cached, worker.weight)
-        wait_s = load.prefill_backlog_s(now_s) + self._foreign_wait_s(worker)
-        adm_s = self._admission_s(worker, load, (n - gpu) / block_size)
+        stats = worker.fresh_stats(now_s)
+        wait_s = load.prefill_backlog_s(now_s) + self._foreign_wait_s(worker, stats)
+        adm_s = self._admission_s(worker, stats, load, (n - gpu) / block_size)
         load_s = cost.load_s(cpu, cached - gpu - cpu)
         harm_s = load.streams * comp_s
         ttft_s = front_s + wait_s + adm_s + load_s + comp_s
@@ -242,9 +243,8 @@ class Planner:
         )
         return price, cached, match
 
-    def _foreign_wait_s(self, worker: Worker) -> float:
+    def _foreign_wait_s(self, worker: Worker, stats: EngineStats | None) -> float:
         """Requests that wait in the worker's own queue and are not ours, at its mean prefill time."""
-        stats = worker.stats
         if stats is None or stats.waiting is None:
             return 0.0
         own = sum(len(load.prefills) for load in worker.loads.values())
@@ -256,9 +256,8 @@ class Planner:
             mean_s = (stats.prefill_time_sum_s or 0.0) / stats.prefill_time_count
         return foreign / len(worker.loads) * mean_s
 
-    def _admission_s(self, worker: Worker, load: Load, needed_blocks: float) -> float:
+    def _admission_s(self, worker: Worker, stats: EngineStats | None, load: Load, needed_blocks: float) -> float:
         """Until enough KV blocks are free: what is missing, at the rate at which running answers give theirs back."""
-        stats = worker.stats
         if stats is None or stats.kv_usage is None or not stats.kv_blocks:
             return 0.0
         used = stats.kv_usage * stats.kv_blocks

@@ -36,8 +36,14 @@ GENERATED_IDS: Final = (VOCAB_SIZE - 26**3, VOCAB_SIZE)
 
 def encode(text: str) -> list[int]:
     """Token ids of `text`; lone surrogates become U+FFFD."""
+    return list(_encoded(text))
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded(text: str) -> tuple[int, ...]:
+    # chats send the same messages again and again
     ids = _pieces()[1]
-    return [ids[piece] for piece in _PIECE.findall(text.encode("utf-8", "replace"))]
+    return tuple([ids[piece] for piece in _PIECE.findall(text.encode("utf-8", "replace"))])
 
 
 def decode(token_ids: Iterable[int]) -> str:

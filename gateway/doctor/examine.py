@@ -44,10 +44,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
 
 
+_KEEP_ALIVE_S = 2.0
+"""Shorter than uvicorn's 5 s, or a pooled connection may be closed under a request."""
+
+
 async def examine(urls: Sequence[str], options: Options, *, rng: random.Random, repeated: Sequence[str] = ()) -> Report:
     """Findings about the workers at `urls`, each given once; `repeated` are those that were given more often."""
     found: dict[str, list[Finding]] = {url: [] for url in urls}
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
         visits = [Visit(Http(session, url, options.timeout_s, options.headers), options, found[url]) for url in urls]
         await asyncio.gather(*(visit.guard(visit.identify()) for visit in visits))

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from engines import REPOSITORY, VllmServer, start_all, stop_all
+from gateway_process import reports
 
 LOGS = REPOSITORY / ".e2e" / "logs"
 _running: list[VllmServer] = []
@@ -32,6 +33,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     if report.failed:
         report.sections += [(f"engine {server.name}", server.log_tail()) for server in _running]
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if reports:
+        terminalreporter.section("figures")
+        for figure in reports:
+            terminalreporter.line(figure)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,12 @@ from typing import Any
 from engines import REPOSITORY, VllmServer, free_port
 
 START_DEADLINE_S = 90.0
+reports: list[str] = []
+
+
+def report(figure: str) -> None:
+    """A figure to show at the end of the run, where no assertion belongs."""
+    reports.append(figure)
 
 
 class Gateway:
@@ -107,6 +113,11 @@ class Gateway:
         except urllib.error.HTTPError as error:
             status, headers, data = error.code, error.headers, error.read()
         return status, {k.lower(): v for k, v in headers.items()}, json.loads(data) if data else None
+
+    def removed_blocks(self) -> list[int]:
+        """Of each worker: blocks its events said were evicted."""
+        workers = self.get(f"{self.admin_url}/debug/cache")["workers"]
+        return [worker["ranks"]["0"]["held"]["removed_blocks"] for worker in workers.values()]
 
     def explain(self, body: dict[str, Any]) -> dict[str, int]:
         """Predicted cached tokens by worker, nothing sent."""

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from engines import BLOCK_TOKENS, VllmServer
-from gateway_process import Gateway, poll
+from gateway_process import Gateway, poll, report
 
 DEADLINE_S = 120.0
 TOKEN_IDS = range(300, 2000)
@@ -114,6 +114,24 @@ def test_adapter_and_salt_have_caches_of_their_own(gateway: Gateway) -> None:
     assert complete(gateway, prompt, model="tiny-alias")[1:] == (192, 192)
 
 
+def test_openai_client_reaches_adapter_salt_tools_and_token_ids(client: openai.OpenAI, gateway: Gateway) -> None:
+    prompt = ids(random.Random(12), 200)
+    for model, extra in (("tiny", {}), ("l1", {}), ("tiny", {"cache_salt": "tenant-b"})):
+        twice = [
+            client.completions.create(model=model, prompt=prompt, max_tokens=1, temperature=0, extra_body=extra)
+            for _ in range(2)
+        ]
+        cached = [answer.usage.prompt_tokens_details for answer in twice]  # type: ignore[union-attr]
+        assert [(c.cached_tokens or 0) if c else 0 for c in cached] == [0, 192], (model, extra)
+    messages: Any = [{"role": "user", "content": "What is the weather in Bern?"}]
+    tools: Any = [WEATHER]
+    chat = client.chat.completions.create(
+        model="l1", messages=messages, tools=tools, tool_choice="none", max_tokens=4, extra_body={"cache_salt": "t"}
+    )
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 4
+
+
 def test_errors_keep_their_shape(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="no-such-model", prompt="x")
@@ -151,7 +169,10 @@ def test_predictions_equal_what_the_engines_report(gateway: Gateway) -> None:
     exact = sum(predicted == cached for _, predicted, cached in results)
     hits = sum(cached > 0 for _, _, cached in results)
     wrong = [r for r in results if r[1] != r[2]]
-    print(f"\nexact {exact}/300, hits {hits}/300, prefixes {len(prefixes)}, wrong {wrong}")
+    evicted = gateway.removed_blocks()
+    report(f"one at a time: exact {exact}/300, hits {hits}/300, prefixes {len(prefixes)}, wrong {wrong}")
+    report(f"blocks evicted by each engine: {evicted}")
+    assert all(evicted)
     assert len(prefixes) >= 100
     assert hits >= 120
     assert exact >= 297, wrong
@@ -167,7 +188,7 @@ def test_predictions_at_concurrency_four_are_reported(gateway: Gateway) -> None:
         requests = [pool.submit(complete, gateway, prompt, **extra) for prompt, extra in traffic(rng, 120)]
         results = [request.result(DEADLINE_S) for request in requests]
     exact = sum(predicted == cached for _, predicted, cached in results)
-    print(f"\nconcurrency 4: exact {exact}/120, hits {sum(cached > 0 for _, _, cached in results)}/120")
+    report(f"four at a time: exact {exact}/120, hits {sum(cached > 0 for _, _, cached in results)}/120")
     assert exact >= 60
 
 
@@ -223,7 +244,7 @@ def test_frozen_engine_is_ejected_and_comes_back(gateway: Gateway) -> None:
         frozen.sigstop()
         stopped = time.monotonic()
         poll(lambda: not gateway.usable(frozen.worker), DEADLINE_S, lambda: str(gateway.workers()))
-        print(f"\nejected {time.monotonic() - stopped:.1f} s after SIGSTOP")
+        report(f"ejected {time.monotonic() - stopped:.1f} s after SIGSTOP")
         rng = random.Random(9)
         assert all(complete(gateway, ids(rng, 50))[0] != frozen.worker for _ in range(10))
     finally:

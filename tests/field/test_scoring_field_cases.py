@@ -85,10 +85,13 @@ def test_s10_second_request_of_a_shared_prompt_goes_to_the_idle_worker() -> None
 
 
 def test_s13_stale_metrics_close_nobody() -> None:
-    """S13: when every scrape is old the fleet serves on what it has booked."""
-    rig = fleet(W("a"), W("b"))
+    """S13: when every scrape is old the fleet serves on what it has booked, and old queues are not priced."""
+    rig = fleet(W("a", waiting=50, kv_usage=1.0), W("b"))
+    assert rig.planner.explain(rig.facts(prompt(500)), None, rig.now_s, rig.rng).chosen.decode[0] == "b"
     rig.now_s += 3600
-    assert rig.route(prompt(500)).n_candidates == 2
+    plan = rig.route(prompt(500))
+    assert plan.n_candidates == 2
+    assert plan.considered[0].price == plan.considered[1].price
 
 
 def test_s15_predicted_then_announced_block_is_one_block() -> None:

@@ -158,8 +158,16 @@ def test_model_names_aliases_and_adapters_choose_the_workers() -> None:
     assert error.value.known == ["ad", "m", "m-alias", "other"]
 
 
-def test_a_model_that_an_unasked_worker_may_serve_is_not_unknown() -> None:
+def test_a_model_nobody_who_answered_serves_is_unknown_though_a_worker_is_down() -> None:
+    """A typo must not be answered "try later" as long as some worker is down."""
     rig = fleet(W("a"))
+    rig.planner.fleet.apply(WorkerChange(kind=ChangeKind.ADDED, worker="down", url="http://down"))
+    with pytest.raises(ModelNotFound):
+        rig.route(100, model="typo")
+
+
+def test_before_any_worker_answered_no_model_is_unknown() -> None:
+    rig = fleet()
     rig.planner.fleet.apply(WorkerChange(kind=ChangeKind.ADDED, worker="late", url="http://late"))
     with pytest.raises(NoWorker):
         rig.route(100, model="maybe")
