@@ -59,4 +59,4 @@ class CostModel:
 
     def output_tokens(self, max_output_tokens: int | None) -> float:
         expected = self.constants.expected_output_tokens
-        return expected if max_output_tokens is None else min(float(max_output_tokens), expected)
+        return expected if max_output_tokens is None else min(max_output_tokens, expected)

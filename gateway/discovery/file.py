@@ -67,8 +67,8 @@ class FileDiscovery:
         except OSError as error:
             self._told(f"{self._path}: {error.strerror or error}")
             return None
-        except UserError as error:
-            self._told(str(error))
+        except (UserError, ValueError, RecursionError) as error:
+            self._told(f"{self._path}: {error}" if not isinstance(error, UserError) else str(error))
             return None
         self._taken = version
         self._told(None)

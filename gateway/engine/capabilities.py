@@ -8,6 +8,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+MAX_CARDS = 1000
+MAX_RANKS = 256
+"""More model cards or ranks than these, from one worker, are left out."""
+
 _WILDCARDS = {"*", "", "0.0.0.0", "::"}  # noqa: S104
 
 
@@ -98,7 +102,7 @@ def parse_models(body: bytes) -> Models:
 
     Raises msgspec.MsgspecError for anything else.
     """
-    cards = _cards.decode(body).data
+    cards = _cards.decode(body).data[:MAX_CARDS]
     base = [card for card in cards if card.parent is None]
     adapters = tuple(Adapter(card.id, card.parent, card.root) for card in cards if card.parent is not None)
     return Models(
@@ -119,8 +123,8 @@ def parse_event_sources(body: bytes, worker_url: str) -> dict[int, EventSource]:
     host = urlsplit(worker_url).hostname or ""
     return {
         rank: _reachable(source, host)
-        for rank, source in _sources.decode(body).items()
-        if source.enable_kv_cache_events and source.publisher != "null" and source.endpoint
+        for rank, source in list(_sources.decode(body).items())[:MAX_RANKS]
+        if 0 <= rank and source.enable_kv_cache_events and source.publisher != "null" and source.endpoint
     }
 
 

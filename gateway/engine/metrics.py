@@ -34,9 +34,9 @@ _SLEEP = "engine_sleep_state"
 _START = "process_start_time_seconds"
 _SUMMED = (_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT, _GENERATION, _PREEMPTIONS, _PREFILL_SUM, _PREFILL_COUNT)
 _NAMES = "|".join([*(name for names in _SUMMED for name in names), *_KV_USAGE, _CACHE_CONFIG, _SLEEP])
-_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_QUOTED = r'"(?:[^"\\\n]|\\.)*"'
 _SERIES = re.compile(
-    rf"^(?:vllm[:_]({_NAMES})|({_START}))[ \t]*(?:\{{((?:[^\"}}]|{_QUOTED})*)\}})?[ \t]*([^ \t\r\n]+)", re.MULTILINE
+    rf"^(?:vllm[:_]({_NAMES})|({_START}))[ \t]*(?:\{{((?:[^\"}}\n]|{_QUOTED})*)\}})?[ \t]*([^ \t\r\n]+)", re.MULTILINE
 )
 _LABEL = re.compile(rf"([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*({_QUOTED})")
 

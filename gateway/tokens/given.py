@@ -31,6 +31,9 @@ class Truncation:
 
 WHOLE = Truncation()
 
+MAX_PROMPTS = 64
+"""So many prompts of one completions request are tokenised."""
+
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
@@ -115,10 +118,17 @@ def _completions(body: Mapping[str, Any]) -> list[Prompt]:
         raise CannotTokenize(Reason.MALFORMED)
     if isinstance(prompt[0], int):
         return [_given(prompt, truncation)]
-    return [
+    prompts: list[Prompt] = [
         TextPrompt(item, add_special_tokens, truncation) if isinstance(item, str) else _given(item, truncation)
-        for item in prompt
+        for item in prompt[:MAX_PROMPTS]
     ]
+    if len(prompt) > MAX_PROMPTS:
+        # the request is placed by its first prompts; the rest count by their size, without a look at each
+        rest = prompt[MAX_PROMPTS:]
+        sizes = [len(item) for item in rest if isinstance(item, (str, list))]
+        given = isinstance(rest[0], list)
+        prompts.append(OpaquePrompt(Reason.TOO_MANY_PROMPTS, sum(sizes) * (4 if given else 1)))
+    return prompts
 
 
 def _chat(body: Mapping[str, Any]) -> list[Prompt]:

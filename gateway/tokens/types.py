@@ -28,6 +28,7 @@ class Reason(StrEnum):
     MALFORMED = "malformed_body"
     UNSUPPORTED = "unsupported_content"
     TOO_LARGE = "prompt_too_large"
+    TOO_MANY_PROMPTS = "too_many_prompts"
     INTERNAL = "internal_error"
     MEDIA = "media_after_prefix"
     TRUNCATED = "truncated_to_model_length"

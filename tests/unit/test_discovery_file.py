@@ -164,3 +164,15 @@ def test_all_bad_lines_are_named() -> None:
     problems = str(caught.value).splitlines()
     assert [problem.split(" ")[0] for problem in problems] == ["f:1:", "f:3:"]
     assert read_lines("http://a:1 events=tcp://a:2\n", "f") == (Worker(url="http://a:1", events="tcp://a:2"),)
+
+
+@pytest.mark.parametrize("bad", ["http://h:99999", "http://h:abc", "http://[::1", "- url: http://h:99999"])
+async def test_an_impossible_address_is_a_problem_and_not_the_end(watch: Watch, bad: str) -> None:
+    watch.replace("- http://a:1\n")
+    await watch.until(lambda: watch.seen)
+    watch.replace(bad + "\n")
+    await watch.until(lambda: watch.discovery.problem)
+    assert not watch.task.done()
+    watch.replace("- http://a:1\n- http://b:2\n")
+    await watch.until(lambda: len(watch.seen) == 2)
+    assert watch.discovery.problem is None

@@ -131,3 +131,14 @@ def test_who_binds() -> None:
     assert engine_binds("ipc:///x")
     assert engine_binds("tcp://10.0.0.1:5557")
     assert not engine_binds("tcp://localhost:5557")
+
+
+def test_endless_lists_are_cut() -> None:
+    """A worker that lists models or ranks without end must not cost the gateway its loop or its sockets."""
+    cards = b",".join(b'{"id":"m%d"}' % i for i in range(5000))
+    assert len(parse_models(b'{"data":[' + cards + b"]}").models) == 1000
+    source = b'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557"}'
+    ranks = b",".join(b'"%d":%s' % (i, source) for i in range(-2, 5000))
+    found = parse_event_sources(b"{" + ranks + b"}", "http://h:1")
+    assert len(found) <= 256
+    assert min(found) >= 0

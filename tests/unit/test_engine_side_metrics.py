@@ -133,3 +133,10 @@ def test_agrees_with_the_reference_parser(samples: dict[str, float]) -> None:
 @given(st.text(alphabet='vllm:num_requests_running{}="\\ \n0123.e', max_size=200))
 def test_no_text_breaks_it(text: str) -> None:
     parse_metrics(text, 0.0)
+
+
+def test_unclosed_labels_cost_no_more_than_their_length() -> None:
+    """Labels never span lines: a page of broken series must not be scanned to its end from each of them."""
+    broken = "vllm:num_requests_running{\n" * 50_000
+    stats = parse_metrics(broken + "vllm:num_requests_waiting 2.0\n", 1.0).stats
+    assert (stats.running, stats.waiting) == (None, 2.0)

@@ -220,3 +220,10 @@ def test_a_broken_file_is_named(name: str, content: str, tmp_path: Path) -> None
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="tokens"):
         TokenSettings(**wrong)
+
+
+@pytest.mark.parametrize(("item", "bytes_each"), [("abcd", 4), ([5, 6], 8)])
+def test_of_a_very_long_list_of_prompts_only_the_first_are_looked_at(item: Any, bytes_each: int) -> None:
+    prompts = prompts_of("completions", {"prompt": [item] * 100_000})
+    assert len(prompts) == 65
+    assert prompts[-1] == OpaquePrompt(Reason.TOO_MANY_PROMPTS, (100_000 - 64) * bytes_each)
