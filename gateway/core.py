@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections.abc import Callable
@@ -21,22 +22,29 @@ from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
 from gateway.discovery import Discovery
 from gateway.engine.capabilities import Capabilities
-from gateway.engine.feed import IngestSettings
+from gateway.engine.feed import FeedStatus, IngestSettings
 from gateway.engine.health import Health, HealthSettings, State
 from gateway.engine.scraper import Scraper, ScrapeSettings
 from gateway.engine.subscriber import EventIngest
+from gateway.engine.tokenizers import EngineTokenizers
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.request import RequestReader, Slo
-from gateway.tokens import EngineTokenize, TokenService, TokenSettings, aiohttp_tokenize
+from gateway.tokens import TokenService, TokenSettings
 from indexer import EventBatch, PrefixIndex
-from scorer.fleet import Fleet
+from scorer.cost import CostModel
+from scorer.fleet import Fleet, Worker
 from scorer.planner import Planner
 from scorer.types import ChangeKind, EngineStats, WorkerChange
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
 _KEEP_DRAINED_S = 60.0
-_EVENTS_UP = frozenset({"connected", "listening"})
+EVENTS_UP = frozenset({"connected", "listening"})
+_PROGRESS = ("prompt_tokens", "generation_tokens", "kv_usage", "running", "waiting", "prefill_time_sum_s")
+# A reading this overdue was not just a little late.
+_LATE_INTERVALS = 2.5
+# Beyond it the comparison says more about the prior than about the engine.
+_MAX_PACE = 100.0
 
 
 class Core:
@@ -73,17 +81,23 @@ class Core:
         self.ended_discoveries: list[str] = []
         """Why they ended before their time."""
         self._changes: dict[str, WorkerChange] = {}
-        self._tokenize: dict[str, tuple[str, EngineTokenize]] = {}
-        self._tokenizes: dict[str, str] = {}
-        self._publishing: set[str] = set()
+        self._out: set[str] = set()
+        """Ejected and not back yet."""
+        self._heard: set[tuple[str, int]] = set()
+        """Whose events began to arrive, so that not every batch is looked at."""
         self._drained_s: dict[str, float] = {}
+        self._was_empty = False
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=config.gateway.pool_idle_s),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        self.scraper = Scraper(self._session, self, ScrapeSettings(interval_s=config.health.scrape_interval_s))
+        headers = engine_headers(config)
+        self.scraper = Scraper(
+            self._session, self, ScrapeSettings(interval_s=config.health.scrape_interval_s), headers=headers
+        )
+        self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
         events = config.events
         self.ingest = EventIngest(
             self.index,
@@ -122,6 +136,12 @@ class Core:
     def available(self, worker: str) -> bool:
         """Whether requests may go there now: neither ejected nor asleep."""
         return worker not in self.asleep and self.health.available(worker)
+
+    def is_well(self, worker: str) -> bool:
+        """`available`, and its last scrapes do not say that it is down. Requests are tried there all the same when
+        nobody else is left.
+        """
+        return self.available(worker) and self.scraper.reachable(worker) is not False
 
     def cache_cleared(self, worker: str) -> None:
         """Its prefix cache was emptied, which the engine itself announces only with its next request."""
@@ -167,6 +187,7 @@ class Core:
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)
         self._changes.pop(name, None)
+        self._out.discard(name)
         self._forget_engine(name)
         self.scraper.remove(name)
         self.health.remove(name)
@@ -180,9 +201,8 @@ class Core:
         self.ingest.remove(name)
         self.cache_cleared(name)
         self.capabilities.pop(name, None)
-        self._tokenize.pop(name, None)
         self.asleep.discard(name)
-        self._publishing.discard(name)
+        self._heard = {(worker, rank) for worker, rank in self._heard if worker != name}
 
     # ---- what the scraper reports ------------------------------------------------------------------------------------
 
@@ -195,6 +215,7 @@ class Core:
         self.health.checked(worker, True, stats.scraped_at_s)
         if before is not None and _worked(before, stats):
             self.health.progressed(worker, stats.scraped_at_s)
+        self.health.paced(worker, _pace(stats, self.planner.cost, known.weight))
         if before is None or (before.block_size, before.kv_blocks) != (stats.block_size, stats.kv_blocks):
             self.planner.configure_worker(worker)
 
@@ -265,59 +286,41 @@ class Core:
 
     def _batch_arrived(self, worker: str, rank: int, batch: EventBatch) -> None:
         """In the ingest thread."""
-        if worker not in self._publishing:
-            self._loop.call_soon_threadsafe(self._set_publishing, worker, True)
+        if (worker, rank) not in self._heard:
+            self._loop.call_soon_threadsafe(self._began_publishing, worker, rank)
+
+    def _began_publishing(self, worker: str, rank: int) -> None:
+        if worker in self.fleet.workers and (worker, rank) not in self._heard:
+            self._heard.add((worker, rank))
+            self._watch_events()
 
     def _index_cleared(self, worker: str, rank: int, reason: str) -> None:
         """In the ingest thread."""
         self._loop.call_soon_threadsafe(self.planner.forget_blocks, worker, rank)
 
-    def _set_publishing(self, name: str, publishing: bool) -> None:
-        worker = self.fleet.workers.get(name)
-        if worker is None or worker.publishes_events == publishing:
+    def _set_publishing(self, worker: Worker, publishing: bool) -> None:
+        if worker.publishes_events == publishing:
             return
         worker.publishes_events = publishing
         if publishing:
-            self._publishing.add(name)
-            self.planner.approximate.clear(name)  # From now on its own events speak for it.
+            self.planner.approximate.clear(worker.name)  # From now on its own events speak for it.
         else:
-            self._publishing.discard(name)
-            _log.warning("the KV events of %s stopped; what it is sent is assumed to be cached instead", name)
+            _log.warning("the KV events of %s stopped; what it is sent is assumed to be cached instead", worker.name)
 
     def _watch_events(self) -> None:
-        up = {
-            worker
-            for (worker, _), feed in self.ingest.status().items()
-            if feed.batches and feed.endpoint_state in _EVENTS_UP
-        }
-        for name in list(self.fleet.workers):
-            self._set_publishing(name, name in up)
+        """A worker's events count once those of all its ranks do: a silent rank would look empty."""
+        feeds: dict[str, list[FeedStatus]] = {}
+        for (name, _), feed in self.ingest.status().items():
+            feeds.setdefault(name, []).append(feed)
+        for worker in self.fleet.workers.values():
+            mine = feeds.get(worker.name, ())  # Their ranks are the batches' own, which may be other numbers.
+            self._set_publishing(worker, len(mine) >= len(worker.loads) and all(map(is_speaking, mine)))
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def _declare_models(self) -> None:
-        """Each model name is tokenised by one worker that serves it, the same one for as long as it does."""
-        served: dict[str, list[str]] = {}
-        for worker, capabilities in self.capabilities.items():
-            for name in (*capabilities.models, *(adapter.name for adapter in capabilities.adapters)):
-                served.setdefault(name, []).append(worker)
-        for name in set(self._tokenizes) - set(served):
-            del self._tokenizes[name]
-            self.tokens.remove_model(name)
-        for name, workers in served.items():
-            if self._tokenizes.get(name) not in workers:
-                self._tokenizes[name] = min(workers)
-            worker = self._tokenizes[name]
-            self.tokens.set_model(name, self.capabilities[worker].root, self._tokenizer_of(worker))
-
-    def _tokenizer_of(self, worker: str) -> EngineTokenize | None:
-        change = self._changes.get(worker)
-        if change is None or change.url is None:
-            return None
-        known = self._tokenize.get(worker)
-        if known is None or known[0] != change.url:
-            known = self._tokenize[worker] = change.url, aiohttp_tokenize(self._session, change.url)
-        return known[1]
+        urls = {name: change.url for name, change in self._changes.items() if change.url is not None}
+        self._tokenizers.declare(urls, self.capabilities)
 
     # ---- tasks -------------------------------------------------------------------------------------------------------
 
@@ -326,18 +329,31 @@ class Core:
             await asyncio.sleep(_TICK_S)
             _guarded(self._watch_health)
             _guarded(self._watch_events)
+            _guarded(self._watch_emptiness)
             _guarded(self._remove_drained)
 
     def _watch_health(self) -> None:
         now_s = time.monotonic()
+        late_s = _LATE_INTERVALS * self.config.health.scrape_interval_s
         for name, scrape in self.scraper.status().items():
+            self.health.late(name, scrape.age_s is not None and scrape.age_s > late_s)
             if scrape.reachable is False:
-                self.health.checked(name, False, now_s)
+                self.health.checked(name, False, now_s, scrape.failed_s)
         for change in self.health.tick(now_s):
             level = logging.WARNING if change.state is State.EJECTED else logging.INFO
             _log.log(level, "%s is %s: %s", change.worker, change.state.value, change.reason)
-            if change.state is State.EJECTED:
-                self.metrics.ejected(change.worker)
+            if change.state is State.EJECTED and change.worker not in self._out:
+                self._out.add(change.worker)
+                self.metrics.ejected(change.worker)  # A failed probe is no further outage.
+            elif change.state is State.HEALTHY:
+                self._out.discard(change.worker)
+                self.scraper.read_now(change.worker)
+
+    def _watch_emptiness(self) -> None:
+        is_empty = not self.fleet.workers
+        if is_empty and not self._was_empty:
+            _log.warning("no worker is configured or discovered; requests are answered 503 until there is one")
+        self._was_empty = is_empty
 
     async def _follow(self, discovery: Discovery) -> None:
         try:
@@ -362,9 +378,31 @@ def _group(change: WorkerChange, capabilities: Capabilities | None) -> tuple[obj
     return change.role, frozenset(capabilities.models if capabilities is not None else ())
 
 
+def is_speaking(feed: FeedStatus) -> bool:
+    """Whether what is known of the rank is what it holds: its events arrive, or a replay has shown that there are
+    none.
+    """
+    if feed.endpoint_state not in EVENTS_UP:
+        return False
+    return feed.batches > 0 or (feed.replay_endpoint is not None and feed.phase == "live" and not feed.partial)
+
+
 def _worked(before: EngineStats, now: EngineStats) -> bool:
-    """Whether the engine computed anything between two readings."""
-    return (before.prompt_tokens, before.generation_tokens) != (now.prompt_tokens, now.generation_tokens)
+    """Whether the engine core did anything between two readings. All of these come from its steps, so that one that
+    hangs behind a live HTTP server shows the same numbers again; the KV cache grows while a long prompt is computed.
+    """
+    return any(getattr(before, name) != getattr(now, name) for name in _PROGRESS)
+
+
+def _pace(stats: EngineStats, cost: CostModel, weight: float) -> float:
+    """How many times its predicted prefill time the engine takes, by its own account; at least 1."""
+    n = stats.prefill_time_count
+    if not n or not stats.prefill_time_sum_s or stats.prompt_tokens is None:
+        return 1.0
+    prompt_tokens = stats.prompt_tokens / n
+    cached_tokens = min(prompt_tokens, (stats.prefix_hits_tokens or 0.0) / n)
+    predicted_s = cost.comp_s(round(prompt_tokens), round(cached_tokens), weight)
+    return min(_MAX_PACE, max(1.0, stats.prefill_time_sum_s / n / predicted_s))
 
 
 def _guarded(step: Callable[[], None]) -> None:
@@ -382,6 +420,12 @@ def token_settings(config: Config) -> TokenSettings:
         engine_budget_s=tokens.engine_budget_ms / 1000,
         check_rate=tokens.sample_check_rate,
     )
+
+
+def engine_headers(config: Config) -> dict[str, str]:
+    """What our own requests to the engines carry."""
+    key = os.environ.get(config.engine_api_key_env, "").strip() if config.engine_api_key_env else ""
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def slo(config: Config) -> Slo:

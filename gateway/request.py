@@ -6,6 +6,7 @@ on as the bytes it came in, so nothing in it can be lost.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,13 +14,18 @@ from typing import Any
 
 import msgspec
 
+from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
 from gateway.tokens import Tokens, TokenService
 from scorer.fleet import Fleet
 from scorer.types import RequestFacts, TokenSource
 
 _BYTES_PER_TOKEN = 4
 """For bodies without a prompt we could read: enough to tell long from short."""
+_LARGE_AT_ONCE = 2
 _FORM_SCAN_BYTES = 64 << 10
+_MOST_TOKENS = 1 << 31
+_MOST_SEQUENCES = 1 << 14
+"""Larger numbers in a body say nothing about its cost: an engine refuses them, and floats cannot hold them all."""
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -75,6 +81,7 @@ class RequestReader:
         self._fleet = fleet
         self._tokens = tokens
         self._slo = slo or Slo()
+        self._large_at_once = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request_id: str, kind: str | None, body: bytes, headers: Mapping[str, str]) -> RequestFacts:
         """`kind`: how to read the prompt (see `TokenService.tokens_for`); None: the request is placed by load.
@@ -86,19 +93,25 @@ class RequestReader:
             return self._opaque(request_id, form_model(body), len(body), headers)
         if headers.get("content-encoding", "identity") != "identity":
             return self._opaque(request_id, None, len(body), headers)  # The engine may know how to read it.
-        fields = decode_body(body)
+        cut_tokens, left_out = 0, False
+        if len(body) <= LARGE_BYTES:
+            fields = decode_body(body)
+        else:
+            fields, left_out, cut_tokens = await self._large(body, kind)
         model = self._model(fields.get("model"))
-        if kind is None:
+        if kind is None or left_out:
             return self._opaque(request_id, model, len(body), headers, fields)
         prompts = await self._tokens.tokens_for(kind, fields, model)
         routed = max(prompts, key=_known_tokens)
-        n_sequences = _positive(fields.get("n")) or 1
+        n_sequences = _positive(fields.get("n"), _MOST_SEQUENCES) or 1
+        ids = None if routed.ids is None else routed.ids[: 4 * MOST_TOKENS]
+        is_prefix = ids is not None and (routed.prefix_only or cut_tokens > 0 or ids is not routed.ids)
         return RequestFacts(
             request_id=request_id,
             model=model,
-            prompt_tokens=sum(prompt.n_tokens for prompt in prompts),
-            tokens=routed.ids,
-            exact_prefix_tokens=len(routed.ids) // 4 if routed.prefix_only and routed.ids is not None else None,
+            prompt_tokens=sum(prompt.n_tokens for prompt in prompts) + cut_tokens,
+            tokens=ids,
+            exact_prefix_tokens=len(ids) // 4 if is_prefix and ids is not None else None,
             token_source=TokenSource(routed.source),
             lora=self._lora(model),
             cache_salt=_text(fields.get("cache_salt")),
@@ -111,6 +124,13 @@ class RequestReader:
             slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
             slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
         )
+
+    async def _large(self, body: bytes, kind: str | None) -> LargeBody:
+        async with self._large_at_once:
+            large = await asyncio.to_thread(decode_large, body, kind)
+        if large is None:
+            raise BadRequest("The request body is not a valid JSON object.", code="invalid_json")
+        return large
 
     def _opaque(
         self,
@@ -163,13 +183,14 @@ def _splittable(fields: Mapping[str, Any], prompts: Sequence[Tokens]) -> bool:
     )
 
 
-def _positive(value: object) -> int | None:
+def _positive(value: object, most: int = _MOST_TOKENS) -> int | None:
     number = _integer(value)
-    return number if number is not None and number > 0 else None
+    return number if number is not None and 0 < number <= most else None
 
 
 def _integer(value: object) -> int | None:
-    return value if type(value) is int else None
+    """None for integers that no field of an engine can hold, too."""
+    return value if type(value) is int and -_MOST_TOKENS <= value <= _MOST_TOKENS else None
 
 
 def _text(value: object) -> str | None:

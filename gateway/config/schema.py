@@ -11,17 +11,19 @@ from msgspec import Meta, Struct
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
+_PORT = r"(?:0|[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
+_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]\x00-\x20]+)"
 Url = Annotated[
     str,
     Meta(
-        pattern=r"^https?://[^\s/?#@]+(/[^\s?#@]*)?$",
+        pattern=rf"^https?://{_HOST}(?::{_PORT})?(/[^\s?#@\x00-\x20]*)?$",
         extra={"expected": "an http:// or https:// URL without user, query or fragment"},
     ),
 ]
 Endpoint = Annotated[
     str,
     Meta(
-        pattern=r"^(tcp://\S+:\d+|ipc://\S+)$",
+        pattern=rf"^(tcp://\S+:{_PORT}|ipc://\S+)$",
         extra={"expected": "a ZeroMQ endpoint (tcp://host:port or ipc://path)"},
     ),
 ]
@@ -182,6 +184,13 @@ class Config(_Section, frozen=True):
     workers_file: Annotated[
         NonEmpty | None, Meta(description="YAML file holding such a list, re-read when it changes; null: none.")
     ] = None
+    engine_api_key_env: Annotated[
+        str,
+        Meta(
+            description="Name of the environment variable that holds the engines' --api-key, for our own requests to "
+            "them (models, metrics, tokenize); clients send theirs themselves. Empty: no key."
+        ),
+    ] = "VLLM_API_KEY"
     events: EventsConfig = EventsConfig()
     index: IndexConfig = IndexConfig()
     scorer: ScorerConfig = ScorerConfig()

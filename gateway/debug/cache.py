@@ -37,6 +37,7 @@ def cache(core: Core) -> dict[str, Any]:
     return {
         "index": {key: value for key, value in index.items() if key != "workers"},
         "event_intake": core.ingest.counters(),
+        "event_replays": core.ingest.replay_levels(),
         "unmatched_topics": core.ingest.unmatched_topics(),
         "workers": workers,
         "top_prefixes": core.prefixes.top(_TOP_PREFIXES),

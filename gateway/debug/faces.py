@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -43,18 +43,18 @@ class Faces:
 
     def public(self) -> dict[str, Page]:
         return {
-            "/health": self._health,
-            "/ping": self._health,
-            "/livez": self._livez,
-            "/readyz": self._readyz,
-            "/metrics": self._metrics,
+            "/health": _read_only(self._health),
+            "/ping": _read_only(self._health),
+            "/livez": _read_only(self._livez),
+            "/readyz": _read_only(self._readyz),
+            "/metrics": _read_only(self._metrics),
         }
 
     def private(self) -> dict[str, Page]:
         return {
             **self.public(),
-            "/debug/cache": self._cache,
-            "/debug/config": self._config,
+            "/debug/cache": _read_only(self._cache),
+            "/debug/config": _read_only(self._config),
             "/debug/explain": self._explain,
         }
 
@@ -107,6 +107,15 @@ class AdminPort:
         if page is None:
             return errors.unknown_url(request.method, path).response()
         return await run_page(page, request)
+
+
+def _read_only(page: Page) -> Page:
+    def checked(request: web.BaseRequest) -> Awaitable[web.StreamResponse] | web.StreamResponse:
+        if request.method not in _GET:
+            raise errors.method_not_allowed(request.method, request.rel_url.path, _GET)
+        return page(request)
+
+    return checked
 
 
 def masked(value: Any, key: str = "") -> Any:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.core import Core
+from gateway.debug.health import DEGRADATIONS, degradations, is_ready
 from gateway.engine.feed import FeedStatus
 from gateway.proxy.access import AccessLog
 from scorer.fleet import Worker
@@ -40,6 +41,11 @@ class FleetGauges(Collector):
         build.add_metric([version("warmroute")], 1)
         yield build
         yield _gauge("requests_in_flight", "Requests being served.", self._in_flight())
+        found = {degradation.what for degradation in degradations(self._core)}
+        degraded = GaugeMetricFamily("warmroute_degraded", "What is not as it should be, by kind.", labels=["what"])
+        for what in DEGRADATIONS:
+            degraded.add_metric([what], float(what in found))
+        yield degraded
         yield from self._fleet()
         yield from self._hits()
         yield from self._events()
@@ -68,7 +74,7 @@ class FleetGauges(Collector):
         )
         now_s = time.monotonic()
         for worker in workers:
-            available.add_metric([worker.name], float(self._core.available(worker.name)))
+            available.add_metric([worker.name], float(is_ready(self._core, worker)))
             stats = worker.stats
             age.add_metric([worker.name], math.nan if stats is None else max(0.0, now_s - stats.scraped_at_s))
         yield available
@@ -112,6 +118,10 @@ class FleetGauges(Collector):
         for what, n in sorted(self._core.ingest.counters().items()):
             failures.add_metric([what], n)
         yield failures
+        replays = GaugeMetricFamily("warmroute_event_replays", "Replays of missed events.", labels=["state"])
+        for state, n in self._core.ingest.replay_levels().items():
+            replays.add_metric([state], n)
+        yield replays
 
     def _index(self) -> Iterator[Metric]:
         stats = self._core.index.stats()
@@ -141,6 +151,13 @@ class FleetGauges(Collector):
         shed = CounterMetricFamily("warmroute_tokenizer_jobs_shed", "Prompts not tokenised because too many waited.")
         shed.add_metric([], usage["jobs_shed"])
         yield shed
+        sources = GaugeMetricFamily(
+            "warmroute_token_source", "Whether prompts are tokenised so now.", labels=["model", "source"]
+        )
+        for model, status in self._core.tokens.status().items():
+            for source in ("local", "engine", "estimate"):
+                sources.add_metric([model, source], float(status["source"] == source))
+        yield sources
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -8,16 +8,40 @@ from typing import Any
 
 import msgspec
 
-from gateway.core import Core
+from gateway.core import EVENTS_UP, Core, is_speaking
 from gateway.engine.health import State
+from gateway.engine.scraper import WorkerScrape
 from scorer.fleet import Worker
 from scorer.types import Role
 
 _STALE_INTERVALS = 3.0
 
 
+DEGRADATIONS = (
+    "discovery",
+    "no_workers",
+    "worker_draining",
+    "worker_asleep",
+    "worker_ejected",
+    "worker_suspected",
+    "worker_down",
+    "models_unknown",
+    "stats_missing",
+    "stats_stale",
+    "prefix_caching_off",
+    "events_missing",
+    "events_disconnected",
+    "events_catching_up",
+    "events_partial",
+    "events_silent",
+    "replay_missing",
+    "tokens_estimated",
+    "tokens_by_engine",
+)
+
+
 class Degradation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that makes decisions worse or capacity less. `what` is from a closed set."""
+    """One thing that makes decisions worse or capacity less. `what` is one of DEGRADATIONS."""
 
     what: str
     worker: str | None = None
@@ -27,7 +51,8 @@ class Degradation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 def health(core: Core) -> dict[str, Any]:
     """Workers by name with role and state; `usable` counts those a request can be sent to."""
-    workers = {name: _worker(core, worker) for name, worker in sorted(core.fleet.workers.items())}
+    scrapes = core.scraper.status()
+    workers = {name: _worker(core, worker, scrapes.get(name)) for name, worker in sorted(core.fleet.workers.items())}
     usable = [w for w in core.fleet.workers.values() if is_usable(core, w)]
     return {
         "status": "ok" if usable else "unavailable",
@@ -39,17 +64,25 @@ def health(core: Core) -> dict[str, Any]:
 
 def is_usable(core: Core, worker: Worker) -> bool:
     """Whether it can answer clients' requests now."""
-    return (
-        worker.role is not Role.PREFILL and bool(worker.models) and not worker.draining and core.available(worker.name)
-    )
+    return worker.role is not Role.PREFILL and is_ready(core, worker)
 
 
-def _worker(core: Core, worker: Worker) -> dict[str, Any]:
+def is_ready(core: Core, worker: Worker) -> bool:
+    """Whether it can do its part now: it answers, has said what it serves, and nothing speaks against it."""
+    return bool(worker.models) and not worker.draining and core.is_well(worker.name)
+
+
+def _worker(core: Core, worker: Worker, scrape: WorkerScrape | None) -> dict[str, Any]:
     state = core.health.state(worker.name)
+    name, reason = state.state.value, state.reason
+    if worker.draining or worker.name in core.asleep:
+        name = "draining" if worker.draining else "asleep"
+    elif scrape is not None and scrape.reachable is False and state.state is State.HEALTHY:
+        name, reason = "down", scrape.reason or reason
     return {
         "role": worker.role.value,
-        "state": "draining" if worker.draining else "asleep" if worker.name in core.asleep else state.state.value,
-        "reason": state.reason,
+        "state": name,
+        "reason": reason,
         "models": sorted(worker.models or ()),
         "adapters": sorted(worker.adapters),
         "ranks": len(worker.loads),
@@ -83,7 +116,9 @@ def _of_workers(core: Core) -> Iterator[Degradation]:
         if scrape is not None and scrape.reachable is False:
             yield Degradation(what="worker_down", worker=name, detail=scrape.reason or "no answer")
         if worker.models is None:
-            yield Degradation(what="models_unknown", worker=name, detail="it has not said what it serves")
+            reason = scrape.reason if scrape is not None else None
+            detail = "it has not said what it serves" + (f" ({reason})" if reason else "")
+            yield Degradation(what="models_unknown", worker=name, detail=detail)
         if worker.stats is None:
             yield Degradation(what="stats_missing", worker=name, detail="its metrics were never read")
         elif now_s - worker.stats.scraped_at_s > stale_s:
@@ -110,10 +145,10 @@ def _of_events(core: Core) -> Iterator[Degradation]:
             yield Degradation(what="events_missing", worker=name, detail=f"{why}; its cache is guessed from our sends")
             continue
         for feed in mine:
-            if feed.endpoint_state not in ("connected", "listening"):
+            if feed.endpoint_state not in EVENTS_UP:
                 detail = f"rank {feed.rank}: {feed.endpoint} is {feed.endpoint_state}"
                 yield Degradation(what="events_disconnected", worker=name, detail=detail)
-            elif feed.phase != "live":
+            elif feed.phase != "live" and feed.replay_endpoint is not None:
                 detail = f"rank {feed.rank}: earlier events are still being fetched"
                 yield Degradation(what="events_catching_up", worker=name, detail=detail)
             elif feed.partial:
@@ -123,10 +158,11 @@ def _of_events(core: Core) -> Iterator[Degradation]:
                 yield Degradation(
                     what="replay_missing", worker=name, detail=f"rank {feed.rank}: a gap cannot be filled"
                 )
-        if not worker.publishes_events and core.hits.workers.get(name) and core.hits.workers[name].requests:
-            yield Degradation(
-                what="events_silent", worker=name, detail="no event has come although requests were sent there"
-            )
+        was_used = (hits := core.hits.workers.get(name)) is not None and hits.requests > 0
+        for feed in mine if was_used and not worker.publishes_events else ():
+            if feed.endpoint_state in EVENTS_UP and not is_speaking(feed):
+                detail = f"rank {feed.rank}: no event has come although requests were sent to the worker"
+                yield Degradation(what="events_silent", worker=name, detail=f"{detail}; its cache is guessed")
 
 
 def _of_tokens(core: Core) -> Iterator[Degradation]:

@@ -21,6 +21,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # A second series fo
 
 REJECTED = (
     "bad_request",
+    "body_timeout",
     "body_too_large",
     "model_not_found",
     "no_worker",
@@ -29,7 +30,7 @@ REJECTED = (
 )
 """Reasons for which a request never reached a worker."""
 RETRIED = ("connect", "disconnected", "status_502", "status_503")
-CUT = ("client_left", "upstream_broke", "timeout", "drained")
+CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained")
 """Why an answer was not relayed to its end."""
 NO_WORKER = "none"
 

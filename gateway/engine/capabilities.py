@@ -124,7 +124,7 @@ def parse_event_sources(body: bytes, worker_url: str) -> dict[int, EventSource]:
     return {
         rank: _reachable(source, host)
         for rank, source in list(_sources.decode(body).items())[:MAX_RANKS]
-        if 0 <= rank and source.enable_kv_cache_events and source.publisher != "null" and source.endpoint
+        if rank >= 0 and source.enable_kv_cache_events and source.publisher != "null" and source.endpoint
     }
 
 

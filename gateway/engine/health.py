@@ -81,14 +81,19 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket:
-    """One request in flight. `due_s` is when its silence becomes a stall."""
+    """One request in flight. `due_s` is when its silence becomes a stall; `quiet_s` of that was expected."""
 
-    __slots__ = ("due_s", "is_probe", "worker")
+    __slots__ = ("due_s", "is_probe", "quiet_s", "worker")
 
-    def __init__(self, worker: _Worker, due_s: float, is_probe: bool) -> None:
+    def __init__(self, worker: _Worker, due_s: float, quiet_s: float, is_probe: bool) -> None:
         self.worker = worker
         self.due_s = due_s
+        self.quiet_s = quiet_s
         self.is_probe = is_probe
+
+    def stalls_s(self) -> float:
+        """`due_s`, without the expected silence while the engine does not answer anything else either."""
+        return self.due_s - self.quiet_s if self.worker.is_late else self.due_s
 
 
 class _Worker:
@@ -112,6 +117,9 @@ class _Worker:
         self.unreachable_s: float | None = None
         self.backoff_s = settings.backoff_min_s
         self.ejections = 0
+        self.is_late = False
+        """It owes the answer to something that a working engine answers at once."""
+        self.pace = 1.0
         self.suspicion: str | None = None
 
 
@@ -155,7 +163,8 @@ class Health:
         """A request goes to `name`, from which nothing is expected before `quiet_s`. Every ticket must be ended."""
         worker = self._workers.get(name) or _Worker(name, None, now_s, self._settings)
         is_probe = worker.state is State.HALF_OPEN and worker.probe is None
-        ticket = Ticket(worker, now_s + quiet_s + self._settings.eject_after_s, is_probe)
+        quiet_s *= worker.pace
+        ticket = Ticket(worker, now_s + quiet_s + self._settings.eject_after_s, quiet_s, is_probe)
         worker.tickets.add(ticket)
         if is_probe:
             worker.probe = ticket
@@ -164,7 +173,7 @@ class Health:
     def byte_received(self, ticket: Ticket, now_s: float) -> None:
         """Part of a good answer came."""
         worker = ticket.worker
-        ticket.due_s = now_s + self._settings.eject_after_s
+        ticket.due_s, ticket.quiet_s = now_s + self._settings.eject_after_s, 0.0
         worker.success_s = now_s
         self._heard(worker, now_s)
         if ticket.is_probe or worker.ejected_for is None:
@@ -190,9 +199,10 @@ class Health:
         if was_probe and (end is End.OK or worker.ejected_for is not End.SERVER_ERROR):
             self._recover(worker, "answers again", now_s)
 
-    def checked(self, name: str, is_ok: bool, now_s: float) -> None:
+    def checked(self, name: str, is_ok: bool, now_s: float, began_s: float | None = None) -> None:
         """Something besides requests looked at `name`: its `/health`, or the scrape of its metrics. Not `is_ok`: it
-        cannot be reached, for certain (one late answer is none).
+        cannot be reached, for certain (one late answer is none); a look that began before the worker's last answer,
+        at `began_s`, says nothing of it as it is now.
 
         A good answer ends an ejection for broken connections, once the back-off is over. It does not end one for 5xx
         or a stall: an engine core can hang or fail behind an HTTP server that is well.
@@ -205,6 +215,8 @@ class Health:
             worker.unreachable_s = None
             if worker.state is State.HALF_OPEN and worker.ejected_for in _UNREACHABLE:
                 self._recover(worker, "reachable again", now_s)
+            return
+        if began_s is not None and worker.alive_s is not None and began_s < worker.alive_s:
             return
         if worker.unreachable_s is None:
             worker.unreachable_s = now_s
@@ -219,6 +231,22 @@ class Health:
         worker = self._workers.get(name)
         if worker is not None:
             self._heard(worker, now_s)
+
+    def late(self, name: str, is_late: bool) -> None:
+        """Whether the scrape of its metrics is overdue: then no announced silence explains its own."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.is_late = is_late
+
+    def paced(self, name: str, pace: float) -> None:
+        """It takes `pace` times as long as is predicted for it; what is announced from now on is stretched by that.
+        Raises ValueError below 1.
+        """
+        if not pace >= 1:
+            raise ValueError(f"a pace below 1: {pace}")
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.pace = pace
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -235,7 +263,7 @@ class Health:
                 self._move(worker, State.HALF_OPEN, f"nobody else is left ({worker.reason})", now_s)
             elif worker.state is State.EJECTED and now_s >= worker.since_s + worker.backoff_s:
                 self._move(worker, State.HALF_OPEN, f"back-off over ({worker.reason})", now_s)
-            elif worker.state is State.HALF_OPEN and worker.probe is not None and worker.probe.due_s <= now_s:
+            elif worker.state is State.HALF_OPEN and worker.probe is not None and worker.probe.stalls_s() <= now_s:
                 self._eject(worker, "a probe stalled", None, now_s)
             elif worker.state is State.HEALTHY:
                 self._judge(worker, now_s)
@@ -303,7 +331,7 @@ class Health:
         patience_s = self._settings.eject_after_s
         if not worker.tickets or (worker.heard_s is not None and now_s < worker.heard_s + patience_s):
             return None
-        due_s = min(ticket.due_s for ticket in worker.tickets)
+        due_s = min(ticket.stalls_s() for ticket in worker.tickets)
         if due_s > now_s:
             return None
         began_s = max(due_s - patience_s, worker.heard_s or 0.0)
@@ -361,7 +389,7 @@ class Health:
         worker.outcomes.clear()
         worker.fault_s = worker.unreachable_s = worker.suspicion = None
         for ticket in worker.tickets:
-            ticket.due_s = max(ticket.due_s, now_s + self._settings.eject_after_s)
+            ticket.due_s = max(ticket.due_s, now_s + ticket.quiet_s + self._settings.eject_after_s)
 
     def _probe_over(self, ticket: Ticket) -> None:
         if ticket.is_probe:

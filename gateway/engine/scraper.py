@@ -71,13 +71,15 @@ class Listener(Protocol):
 
 
 class WorkerScrape(msgspec.Struct, frozen=True, kw_only=True):
-    """How reading one worker goes."""
+    """How reading one worker goes. Times are monotonic seconds."""
 
     url: str
     reachable: bool | None
     stale: bool
     age_s: float | None
     failures: int
+    failed_s: float | None
+    """When the last reading that failed was begun, while none succeeded since."""
     reason: str | None
     stats: EngineStats | None
     capabilities: Capabilities | None
@@ -98,6 +100,8 @@ class _Worker:
         self.not_learned: str | None = None
         """Why the capabilities could not be read, though the worker answers."""
         self.failures = 0
+        self.failed_s: float | None = None
+        self.hurry = asyncio.Event()
         self.must_learn = True
         self.models_due_s = 0.0
         self.task: asyncio.Task[None] | None = None
@@ -148,6 +152,17 @@ class Scraper:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def read_now(self, name: str) -> None:
+        """Do not wait for the next reading of a worker to be due."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.hurry.set()
+
+    def reachable(self, name: str) -> bool | None:
+        """None: not known (yet)."""
+        worker = self._workers.get(name)
+        return None if worker is None else worker.reachable
+
     def status(self) -> dict[str, WorkerScrape]:
         now_s = self._now()
         return {name: self._status(worker, now_s) for name, worker in self._workers.items()}
@@ -161,6 +176,7 @@ class Scraper:
             stale=age_s is None or age_s > _STALE_INTERVALS * self._settings.interval_s,
             age_s=age_s,
             failures=worker.failures,
+            failed_s=worker.failed_s,
             reason=worker.reason or worker.not_learned,
             stats=stats,
             capabilities=worker.capabilities,
@@ -171,10 +187,12 @@ class Scraper:
     async def _follow(self, worker: _Worker) -> None:
         due_s = self._now()
         while True:
+            worker.hurry.clear()
+            began_s = self._now()
             try:
                 await self._read(worker)
             except _Failed as failed:
-                self._failed(worker, str(failed))
+                self._failed(worker, str(failed), began_s)
             except Exception:
                 self.counters["unexpected"] += 1
                 log.exception("reading %s failed unexpectedly", worker.name)
@@ -182,7 +200,8 @@ class Scraper:
             if worker.reachable is False:
                 interval_s = min(interval_s * 2 ** min(worker.failures - 1, 10), self._settings.retry_max_s)
             due_s = max(due_s + interval_s, self._now())  # a late reading does not make the next ones hurry
-            await asyncio.sleep(due_s - self._now())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(worker.hurry.wait(), due_s - self._now())
 
     async def _read(self, worker: _Worker) -> None:
         text = (await self._get(worker, "/metrics")).decode(errors="replace")
@@ -196,7 +215,7 @@ class Scraper:
         if worker.reachable is not True:
             worker.reachable = worker.must_learn = True
             log.info("%s answers at %s", worker.name, worker.url)
-        worker.failures, worker.reason = 0, None
+        worker.failures, worker.reason, worker.failed_s = 0, None, None
         self.counters["scrapes"] += 1
         if scrape.asleep is not None and scrape.asleep != (before is not None and before.asleep is True):
             asleep = scrape.asleep
@@ -204,9 +223,10 @@ class Scraper:
         self._tell(lambda: self._listener.on_stats(worker.name, scrape.stats))
         await self._learn(worker, scrape)
 
-    def _failed(self, worker: _Worker, reason: str) -> None:
+    def _failed(self, worker: _Worker, reason: str, began_s: float) -> None:
         self.counters["failures"] += 1
         worker.failures += 1
+        worker.failed_s = began_s
         worker.reason = reason
         if worker.reachable is None or (worker.reachable and worker.failures >= self._settings.failures):
             worker.reachable = False

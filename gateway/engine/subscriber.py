@@ -178,9 +178,11 @@ class EventIngest:
             "connects": sum(source.connects for source in sources),
             "disconnects": sum(source.disconnects for source in sources),
             "failed_handshakes": sum(source.failed_handshakes for source in sources),
-            "replays_running": self._replays.running,
-            "replays_waiting": self._replays.waiting,
         }
+
+    def replay_levels(self) -> dict[str, int]:
+        """Replays under way and waiting for their turn."""
+        return {"running": self._replays.running, "waiting": self._replays.waiting}
 
     def unmatched_topics(self) -> dict[str, int]:
         """Messages at the shared socket that belong to no worker, by topic."""

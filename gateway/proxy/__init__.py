@@ -7,4 +7,5 @@ headers.py   what may pass                       usage.py     cached tokens read
 body.py      a request's body, bounded           models.py    /v1/models of the whole fleet
 admin.py     engine controls, fanned out         errors.py    errors in OpenAI's shape
 access.py    one log line per request            parts.py     what all requests share
+connection.py  what is answered to, and logged of, requests that are no HTTP
 """

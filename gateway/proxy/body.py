@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import aiohttp
 from aiohttp import web
@@ -11,6 +12,8 @@ from gateway.proxy.errors import ApiError, body_too_large
 
 _TIMEOUT_S = 120.0
 """Longest wait for one body: 64 MiB at 5 Mbit/s."""
+_SILENCE_S = 10.0
+"""Longest wait for the next piece of it."""
 
 
 async def read_body(request: web.BaseRequest, limit: int) -> bytes:
@@ -26,14 +29,20 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     if request.content.is_eof():
         return await _read(request, limit)
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + _TIMEOUT_S
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            return await _read(request, limit)
+        async with asyncio.timeout(_SILENCE_S) as silence:
+            return await _read(request, limit, lambda: silence.reschedule(min(end_s, loop.time() + _SILENCE_S)))
     except TimeoutError:
-        raise ApiError(408, f"The request body did not arrive within {_TIMEOUT_S:g} s.", code="timeout") from None
+        raise ApiError(
+            408,
+            f"The request body did not arrive within {_TIMEOUT_S:g} s, or paused for {_SILENCE_S:g} s.",
+            code="timeout",
+        ) from None
 
 
-async def _read(request: web.BaseRequest, limit: int) -> bytes:
+async def _read(request: web.BaseRequest, limit: int, heard: Callable[[], None] | None = None) -> bytes:
     pieces: list[bytes] = []
     size = 0
     try:
@@ -42,6 +51,8 @@ async def _read(request: web.BaseRequest, limit: int) -> bytes:
             if size > limit:
                 raise body_too_large(limit)
             pieces.append(piece)
+            if heard is not None:
+                heard()
     except (web.RequestPayloadError, aiohttp.ClientPayloadError) as exc:
         raise ApiError(400, "The request body could not be read.", code="invalid_body") from exc
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

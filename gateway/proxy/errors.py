@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import traceback
 
 import msgspec
 from aiohttp import web
@@ -10,6 +12,8 @@ from multidict import CIMultiDict
 
 SERVER_NAME = "warmroute"
 _JSON = "application/json"
+_LONGEST_NAME = 200
+"""Of what a client sent and an error repeats: a model's name, a path."""
 
 INVALID = "invalid_request_error"
 UNAVAILABLE = "service_unavailable_error"
@@ -55,7 +59,19 @@ class ApiError(Exception):
 
 
 def error_body(message: str, type_: str, *, code: str | None = None, param: str | None = None) -> bytes:
+    """Lone surrogates, which JSON bodies and headers may bring and nothing can be written with, become "?"."""
+    message = message.encode("utf-8", "replace").decode()
     return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
+
+
+def log_unexpected(log: logging.Logger, what: str, exc: BaseException) -> None:
+    """Where in our code it happened, but not the exception's text, which may quote a request."""
+    where = "".join(traceback.format_tb(exc.__traceback__)).rstrip()
+    log.error("%s: %s\n%s", what, type(exc).__name__, where)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "..."
 
 
 def json_response(body: bytes, status: int = 200) -> web.Response:
@@ -64,16 +80,18 @@ def json_response(body: bytes, status: int = 200) -> web.Response:
 
 
 def unknown_url(method: str, path: str) -> ApiError:
-    return ApiError(404, f"Unknown request URL: {method} {path}.", code="unknown_url")
+    return ApiError(404, f"Unknown request URL: {_short(method)} {_short(path)}.", code="unknown_url")
 
 
 def method_not_allowed(method: str, path: str, allowed: frozenset[str]) -> ApiError:
     names = ", ".join(sorted(allowed))
-    return ApiError(405, f"{method} is not allowed for {path}; use {names}.", code="method_not_allowed", allow=names)
+    return ApiError(
+        405, f"{_short(method)} is not allowed for {path}; use {names}.", code="method_not_allowed", allow=names
+    )
 
 
 def model_not_found(model: str) -> ApiError:
-    return ApiError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")
+    return ApiError(404, f"The model `{_short(model)}` does not exist.", code="model_not_found", param="model")
 
 
 def no_worker(message: str) -> ApiError:

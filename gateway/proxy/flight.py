@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from gateway.engine.health import End, Health
@@ -21,7 +22,7 @@ _REPORT_ALIVE_S = 0.5
 class Flight:
     """A booked attempt. Its outcome is END, ERROR or CANCELLED, whichever is said first; the rest is ignored."""
 
-    __slots__ = ("_alive_again_s", "_health", "_planner", "_ticket", "_tokens", "ended", "facts", "plan")
+    __slots__ = ("_alive_again_s", "_health", "_paused", "_planner", "_ticket", "_tokens", "ended", "facts", "plan")
 
     def __init__(self, planner: Planner, health: Health, facts: RequestFacts, plan: Plan) -> None:
         self._planner = planner
@@ -31,6 +32,7 @@ class Flight:
         self.ended = False
         self._tokens = 0
         self._alive_again_s = 0.0
+        self._paused: tuple[float, float] | None = None
         self._ticket = health.request_started(self.worker, plan.decided_at_s, self._quiet_s())
 
     @property
@@ -58,6 +60,18 @@ class Flight:
             outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens)
             self._tokens = 0
             self._planner.observe(self.facts.request_id, outcome, now_s)
+
+    def pause(self) -> None:
+        """We wait for the client and do not read: the worker's silence is no stall until `resume`."""
+        if self._paused is None:
+            self._paused = time.monotonic(), self._ticket.due_s
+            self._ticket.due_s = math.inf
+
+    def resume(self) -> None:
+        if self._paused is not None:
+            since_s, due_s = self._paused
+            self._paused = None
+            self._ticket.due_s = due_s + time.monotonic() - since_s
 
     def cached(self, n_tokens: int) -> None:
         outcome = Outcome(kind=OutcomeKind.CACHED_TOKENS, n_tokens=n_tokens)

@@ -29,14 +29,14 @@ from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import request_headers, response_headers
 from gateway.proxy.parts import Draining, Parts
-from gateway.proxy.relay import Answer, UpstreamBroke
+from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
 from gateway.proxy.upstream import Upstream
 from gateway.proxy.usage import UsageTail
 from gateway.request import BadRequest
 from indexer import Prompt
 from scorer.planner import ModelNotFound, NoWorker
-from scorer.types import RequestFacts
+from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts, Role
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ _RETRY_STATUSES = frozenset({502, 503})
 """An engine that is going down or full says so before it computes anything; another one may do it."""
 _ID_PREFIX = secrets.token_hex(10)
 _ids = count(1)
+_BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
 CLIENT_LEFT = 499
 """In logs and metrics, the status of an answer nobody waited for (nginx's)."""
 
@@ -67,6 +68,7 @@ class Exchange:
     """The state of one request while it is served."""
 
     __slots__ = (
+        "_admitted",
         "_answer",
         "_flight",
         "_parts",
@@ -105,6 +107,7 @@ class Exchange:
         self.began_s = time.monotonic()
         self._flight: Flight | None = None
         self._answer: Answer | None = None
+        self._admitted = False
         self._relaying = False
         self._upstream: Upstream | None = None
 
@@ -117,14 +120,19 @@ class Exchange:
         except UpstreamBroke as exc:
             self._cut("timeout" if isinstance(exc.__cause__, TimeoutError) else "upstream_broke")
             return _nothing_more()
+        except ClientStalled:
+            self._cut("client_stalled")
+            if self.request.transport is not None:
+                self.request.transport.abort()  # To close it would wait for the client.
+            return _nothing_more()
         except ConnectionError:
             self._cut("client_left")
             return _nothing_more()
         except asyncio.CancelledError:
             self._cut("drained" if self._server.cutting else "client_left")
             raise
-        except Exception:
-            _log.exception("unexpected; the request is given up")
+        except Exception as exc:
+            errors.log_unexpected(_log, "unexpected; the request is given up", exc)
             if self._relaying:
                 if self.request.transport is not None:
                     self.request.transport.close()
@@ -136,7 +144,13 @@ class Exchange:
     # ---- the way there -----------------------------------------------------------------------------------------------
 
     async def _serve(self) -> web.StreamResponse:
-        self.body = await read_body(self.request, self._parts.max_body_bytes)
+        try:
+            self.body = await read_body(self.request, self._parts.max_body_bytes)
+        except ApiError as exc:
+            self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
+            raise
+        self._server.admit()
+        self._admitted = True
         if self.request.method == "OPTIONS" or not self.body:
             return await self._relay_anywhere()
         began_s = time.monotonic()
@@ -168,8 +182,18 @@ class Exchange:
         except NoWorker as exc:
             parts.metrics.rejected("no_worker")
             raise errors.no_worker(str(exc)) from None
-        flight = self._flight = Flight(parts.planner, parts.health, facts, plan)
+        flight = self._take_off(facts, plan)
         self._note_plan(flight)
+        return flight
+
+    def _take_off(self, facts: RequestFacts, plan: Plan) -> Flight:
+        """The flight of a plan just booked. If there can be none, the booking is given back."""
+        parts = self._parts
+        try:
+            flight = self._flight = Flight(parts.planner, parts.health, facts, plan)
+        except BaseException:
+            parts.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.CANCELLED), time.monotonic())
+            raise
         return flight
 
     def _available(self) -> Collection[str]:
@@ -228,7 +252,7 @@ class Exchange:
                 plan = parts.planner.plan(asked, available, time.monotonic(), parts.rng)
             except (ModelNotFound, NoWorker):
                 continue
-            self._flight = Flight(parts.planner, parts.health, asked, plan)
+            self._take_off(asked, plan)
             return True
         return False
 
@@ -268,13 +292,21 @@ class Exchange:
         self._use(upstream)
         response = await upstream.send(self.request.method, self.target, headers, self.body, fresh=fresh)
         answer = self._answer = Answer(response, b"")
+        if not 200 <= response.status <= 599:
+            raise aiohttp.ClientPayloadError("not a status of a final answer")  # 101 would make us a tunnel.
         answer.first = await response.content.readany()
         return answer
 
     async def _relay_anywhere(self) -> web.StreamResponse:
         """A request without a prompt (CORS preflight, /version): to the least busy worker, with nothing booked."""
         fleet = self._parts.planner.fleet
-        names = [name for name in self._available() if self._parts.upstreams.get(name) is not None]
+        names = [
+            name
+            for name in self._available()
+            if self._parts.upstreams.get(name) is not None
+            and not fleet.workers[name].draining
+            and fleet.workers[name].role is not Role.PREFILL
+        ]
         if not names:
             self._parts.metrics.rejected("no_worker")
             raise errors.no_worker("none is up")
@@ -299,7 +331,7 @@ class Exchange:
         headers = response_headers(answer.response.raw_headers)
         headers.setdefault("X-Request-Id", record.request_id)
         if flight is None:
-            return await answer.relay(self.request, headers, None, None, close=self._server.draining)
+            return await self._send(answer, headers, None, None)
         if self._parts.response_headers:
             headers["x-warmroute-worker"] = flight.worker
             headers["x-warmroute-cached-tokens"] = str(flight.plan.chosen.cached_tokens)
@@ -311,13 +343,23 @@ class Exchange:
                 ttft_s = time.monotonic() - began_s
                 record.ttft_ms = round(ttft_s * 1000, 3)
                 self._parts.metrics.ttft.observe(ttft_s)
-        response = await answer.relay(self.request, headers, flight, tail, close=self._server.draining)
+        response = await self._send(answer, headers, flight, tail)
         if good:
             self._note_usage(flight, tail)
             flight.end()
         else:
             flight.refused(answer.status)
         return response
+
+    async def _send(
+        self, answer: Answer, headers: CIMultiDict[str], flight: Flight | None, tail: UsageTail | None
+    ) -> web.StreamResponse:
+        deadline_s = asyncio.get_running_loop().time() + max(
+            0.0, self.began_s + self._parts.upstreams.request_timeout_s - time.monotonic()
+        )
+        return await answer.relay(
+            self.request, headers, flight, tail, close=self._server.draining, deadline_s=deadline_s
+        )
 
     def _note_usage(self, flight: Flight, tail: UsageTail) -> None:
         usage = tail.read()
@@ -341,7 +383,7 @@ class Exchange:
         self.record.status, self.record.error = error.status, error.code
         response = error.response()
         response.headers["X-Request-Id"] = self.record.request_id
-        if self._server.draining or error.status == 413:
+        if self._server.draining or error.status in _BODY_REASONS:
             response.force_close()
         return response
 
@@ -373,9 +415,11 @@ class Exchange:
             if self._flight is not None:
                 self._flight.cancel()  # Nothing, if it has ended.
             self._drop_answer()
-        except Exception:
-            _log.exception("unexpected while cleaning up; going on")
+        except Exception as exc:
+            errors.log_unexpected(_log, "unexpected while cleaning up; going on", exc)
         finally:
+            if self._admitted:
+                self._server.leave()
             if self._upstream is not None:
                 parts.upstreams.release(self._upstream)
             duration_s = time.monotonic() - self.began_s

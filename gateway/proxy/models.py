@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,10 +20,18 @@ from gateway.proxy.errors import json_response, model_not_found
 from gateway.proxy.headers import request_headers
 from gateway.proxy.upstream import Upstream, UpstreamPool
 
+_log = logging.getLogger(__name__)
+
 PATH = "/v1/models"
 _TIMEOUT_S = 2.0
 _FRESH_S = 1.0
 _MOST_KEYS = 64
+_MOST_ASKING = 16
+_LARGEST_ANSWER_BYTES = 4 << 20
+_INDIFFERENT = frozenset(
+    {"accept", "accept-encoding", "accept-language", "user-agent", "x-request-id", "traceparent", "tracestate"}
+)
+"""Headers that no worker can tell its clients apart by; by any other it may answer each client differently."""
 
 Card = dict[str, Any]
 
@@ -53,7 +63,8 @@ class ModelList:
     def __init__(self, upstreams: UpstreamPool, workers: Callable[[], list[str]]) -> None:
         self._upstreams = upstreams
         self._workers = workers
-        self._known: dict[str, tuple[float, asyncio.Task[_Union]]] = {}
+        self._known: dict[bytes, tuple[float, asyncio.Task[_Union]]] = {}
+        self._asking: set[asyncio.Task[_Union]] = set()
 
     async def page(self, request: web.BaseRequest) -> web.Response:
         """GET /v1/models and GET /v1/models/{id}."""
@@ -73,13 +84,18 @@ class ModelList:
         return json_response(msgspec.json.encode(cards[name]))
 
     def _union(self, request: web.BaseRequest) -> asyncio.Task[_Union]:
-        key = request.headers.get("Authorization", "")
+        headers = request_headers(request.raw_headers)
+        key = _key(headers)
         now_s = time.monotonic()
         asked_s, task = self._known.get(key, (0.0, None))
         if task is None or now_s - asked_s > _FRESH_S:
             if len(self._known) >= _MOST_KEYS:
                 self._known.clear()
-            task = asyncio.get_running_loop().create_task(self._ask_all(request_headers(request.raw_headers)))
+            if len(self._asking) >= _MOST_ASKING:
+                raise errors.too_many_requests(_MOST_ASKING)
+            task = asyncio.get_running_loop().create_task(self._ask_all(headers))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
             self._known[key] = now_s, task
         return task
 
@@ -101,7 +117,10 @@ class ModelList:
         upstream.acquire()
         try:
             async with asyncio.timeout(_TIMEOUT_S), await upstream.send("GET", PATH, headers, b"") as response:
-                body = await response.read()
+                body = await _read(response)
+                if body is None:
+                    _log.warning("a list of models of more than %d bytes is left out", _LARGEST_ANSWER_BYTES)
+                    return None
                 if response.status != 200:
                     return _Refusal(response.status, body)
                 return _decoder.decode(body).data
@@ -109,3 +128,22 @@ class ModelList:
             return None
         finally:
             self._upstreams.release(upstream)
+
+
+def _key(headers: CIMultiDict[str]) -> bytes:
+    """Whom a worker sees, as a digest: credentials are not kept."""
+    rows = sorted((name.lower(), value) for name, value in headers.items() if name.lower() not in _INDIFFERENT)
+    return hashlib.sha256(repr(rows).encode("utf-8", "surrogateescape")).digest()
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes | None:
+    """The whole body; None if it is too large."""
+    pieces: list[bytes] = []
+    size = 0
+    while piece := await response.content.readany():
+        size += len(piece)
+        if size > _LARGEST_ANSWER_BYTES:
+            response.close()
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)

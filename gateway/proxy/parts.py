@@ -24,6 +24,14 @@ class Draining(Protocol):
     draining: bool
     cutting: bool
 
+    def admit(self) -> None:
+        """Take one of the places for requests whose body is here. Raises ApiError when there is none."""
+        ...
+
+    def leave(self) -> None:
+        """Give a place back."""
+        ...
+
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What a handler works with. `available(worker)`: whether requests may go there now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
@@ -12,10 +14,19 @@ from gateway.proxy.usage import UsageTail
 
 _LINE_ENDS_PER_EVENT = 2
 """About a token each. Counting line ends gives the same number however the bytes are cut."""
+WRITE_STALL_S = 60.0
+"""A client that takes nothing for so long is given up (nginx's send_timeout)."""
+_MAY_WAIT_ABOVE_BYTES = 32 << 10
+"""Below asyncio's and uvloop's high-water mark of 64 KiB, up to which a write never waits."""
+_LOOKS_PER_STALL = 8
 
 
 class UpstreamBroke(Exception):
     """The worker's answer ended before its end; part of it has been relayed."""
+
+
+class ClientStalled(Exception):
+    """The client did not take its answer in time; the worker is not to blame."""
 
 
 class RelayedResponse(web.StreamResponse):
@@ -58,10 +69,12 @@ class Answer:
         tail: UsageTail | None,
         *,
         close: bool,
+        deadline_s: float,
     ) -> web.StreamResponse:
-        """Sends status, headers and body. With `close` the client's connection ends with it.
+        """Sends status, headers and body. With `close` the client's connection ends with it. `deadline_s` (of the
+        loop's clock) bounds the waits for the client; those for the worker end by its session's own.
 
-        Raises UpstreamBroke, or ConnectionError when the client is gone.
+        Raises UpstreamBroke, ClientStalled, or ConnectionError when the client is gone.
         """
         upstream = self.response
         response = RelayedResponse(status=upstream.status, reason=upstream.reason, headers=headers)
@@ -75,7 +88,7 @@ class Answer:
             if tail is not None:
                 tail.feed(piece)
             self.sent_bytes += len(piece)
-            await response.write(piece)
+            await _write(request, response, piece, flight, deadline_s)
             if count_lines and flight is not None:
                 line_ends += piece.count(b"\n")
                 flight.streamed(line_ends // _LINE_ENDS_PER_EVENT)
@@ -87,7 +100,7 @@ class Answer:
                     raise ConnectionResetError("the client is gone") from exc
                 await self._break_off(request, response, tail)
                 raise UpstreamBroke from exc
-        await response.write_eof()
+        await _write(request, response, None, flight, deadline_s)
         return response
 
     async def _break_off(self, request: web.BaseRequest, response: web.StreamResponse, tail: UsageTail | None) -> None:
@@ -97,3 +110,52 @@ class Answer:
             await response.write(b"data: " + body + b"\n\n")
         if request.transport is not None:
             request.transport.close()
+
+
+async def _write(
+    request: web.BaseRequest,
+    response: web.StreamResponse,
+    piece: bytes | None,
+    flight: Flight | None,
+    deadline_s: float,
+) -> None:
+    """`piece`, or the end when it is None."""
+    transport = request.transport
+    if transport is None or transport.get_write_buffer_size() + len(piece or b"") <= _MAY_WAIT_ABOVE_BYTES:
+        await (response.write_eof() if piece is None else response.write(piece))
+        return
+    if flight is not None:
+        flight.pause()
+    try:
+        await _write_watched(response, piece, transport, deadline_s)
+    except TimeoutError:
+        raise ClientStalled from None
+    finally:
+        if flight is not None:
+            flight.resume()
+
+
+async def _write_watched(
+    response: web.StreamResponse, piece: bytes | None, transport: asyncio.WriteTransport, deadline_s: float
+) -> None:
+    """Raises TimeoutError when nothing goes out for `WRITE_STALL_S`, or the deadline is over."""
+    loop = asyncio.get_running_loop()
+    left = transport.get_write_buffer_size() + len(piece or b"")
+    timer: asyncio.TimerHandle
+    if loop.time() >= deadline_s:
+        raise TimeoutError
+    async with asyncio.timeout_at(min(deadline_s, loop.time() + WRITE_STALL_S)) as limit:
+
+        def look() -> None:
+            nonlocal left, timer
+            now_left = transport.get_write_buffer_size()
+            if now_left < left:
+                limit.reschedule(min(deadline_s, loop.time() + WRITE_STALL_S))
+            left = now_left
+            timer = loop.call_later(WRITE_STALL_S / _LOOKS_PER_STALL, look)
+
+        timer = loop.call_later(WRITE_STALL_S / _LOOKS_PER_STALL, look)
+        try:
+            await (response.write_eof() if piece is None else response.write(piece))
+        finally:
+            timer.cancel()

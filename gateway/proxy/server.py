@@ -14,6 +14,7 @@ from aiohttp import web
 
 from gateway.proxy import errors
 from gateway.proxy.access import Record
+from gateway.proxy.connection import ConnectionFactory
 from gateway.proxy.errors import ApiError
 from gateway.proxy.handler import Exchange
 from gateway.proxy.parts import Parts
@@ -31,6 +32,8 @@ _LINGER_S = 1.0
 _LONGEST_LINE_BYTES = 16 << 10
 _LONGEST_HEADER_BYTES = 64 << 10
 _CUT_S = 0.5
+_BODIES_PER_PLACE = 4
+"""So many more requests than may be served can be sending their bodies; these take memory as they come."""
 
 
 def raise_file_limit() -> int:
@@ -63,7 +66,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Raises OSError when the address is taken."""
-        server = web.Server(
+        server = ConnectionFactory(
             self._handler,
             handler_cancellation=True,
             access_log=None,
@@ -108,6 +111,8 @@ class DataPlane:
         self.draining = False
         self.cutting = False
         self.in_flight = 0
+        """Those that still send their bodies included."""
+        self._served = 0
         self._parts = parts
         self._max_concurrency = max_concurrency
         self._idle = asyncio.Event()
@@ -121,10 +126,19 @@ class DataPlane:
             return await self._page(request, path)
         if request.method not in route.methods:
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
-        if self.in_flight >= self._max_concurrency:
+        if self._served >= self._max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self._max_concurrency:
             self._parts.metrics.rejected("over_concurrency")
             return self._refuse(request, path, errors.too_many_requests(self._max_concurrency))
         return await self._serve(request, route, target)
+
+    def admit(self) -> None:
+        if self._served >= self._max_concurrency:
+            self._parts.metrics.rejected("over_concurrency")
+            raise errors.too_many_requests(self._max_concurrency)
+        self._served += 1
+
+    def leave(self) -> None:
+        self._served -= 1
 
     async def _serve(self, request: web.BaseRequest, route: Route, target: str) -> web.StreamResponse:
         self.in_flight += 1

@@ -127,6 +127,10 @@ class UpstreamPool:
         self._retiring: set[Upstream] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def request_timeout_s(self) -> float:
+        return self._settings.request_timeout_s
+
     def set(self, worker: str, url: str) -> Upstream:
         """The worker's connections; new ones if its URL changed."""
         known = self._upstreams.get(worker)

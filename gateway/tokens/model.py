@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gateway.tokens import estimate, local
@@ -20,6 +21,8 @@ from gateway.tokens.selfcheck import SelfCheck, Tokenizable
 from gateway.tokens.settings import ANY_MODEL, TokenSettings
 from gateway.tokens.types import CannotTokenize, EngineTokenize, Reason, Source, Tokens, join_reasons
 from gateway.tokens.worker import BoundedPool
+
+_log = logging.getLogger(__name__)
 
 # Reasons that hold for every source, or that call for less work, not for more of it elsewhere.
 _FINAL = frozenset(
@@ -40,6 +43,8 @@ class Shared:
     cache: PromptCache
     rng: random.Random
     clock_s: Callable[[], float] = time.monotonic
+    warned: set[str] = field(default_factory=set)
+    """Faults of tokenizer files that were logged; a model's adapters share its file."""
 
 
 @dataclass(slots=True)
@@ -104,10 +109,24 @@ class ModelTokens:
             await self._load()
         delay_s = self._settings.check_retry_s
         while self._local is not None and self._check is not None:
-            if await self._check.run_fixed() != "unverified":
+            if (verdict := await self._check.run_fixed()) != "unverified":
+                if verdict == "mismatch":
+                    self._warn_mismatch()
                 return
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, self._settings.check_retry_max_s)
+
+    def _failed(self, detail: str) -> None:
+        self._local_state, self._local_detail = "failed", detail
+        self._warn(f"the tokenizer cannot be loaded: {detail}")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._shared.warned:
+            self._shared.warned.add(text)
+            _log.warning("%s: %s; prompts are tokenised by the engine or estimated", self.name, text)
+
+    def _warn_mismatch(self) -> None:
+        self._warn(f"the tokenizer at {self._path} gives other ids than the engine of {self.name}")
 
     def cancel(self) -> asyncio.Task[None] | None:
         """The background comparison under way, for the owner to cancel and await."""
@@ -226,7 +245,12 @@ class ModelTokens:
             or self._shared.rng.random() >= self._settings.check_rate
         ):
             return
-        self._sample = asyncio.create_task(self._check.run_sample(prompt, ids))
+        self._sample = asyncio.create_task(self._run_sample(self._check, prompt, ids))
+
+    async def _run_sample(self, check: SelfCheck, prompt: Tokenizable, ids: bytes) -> None:
+        await check.run_sample(prompt, ids)
+        if check.verdict == "mismatch":
+            self._warn_mismatch()
 
     def source(self) -> Source:
         """The source in force for the next prompt."""
@@ -266,17 +290,18 @@ class ModelTokens:
         path = self._path or ""
         if not await asyncio.to_thread(os.path.exists, path):
             # A hub name as root is normal; a configured path that is not there is a fault.
-            configured = path != self.root_path
-            self._local_state = "failed" if configured else "none"
-            self._local_detail = f"no such file or directory: {path}" if configured else "the model's root is not local"
+            if path != self.root_path:
+                self._failed(f"no such file or directory: {path}")
+            else:
+                self._local_state, self._local_detail = "none", "the model's root is not local"
             return
         try:
             self._local = await asyncio.to_thread(local.load, path, self._settings)
         except local.LoadError as exc:
-            self._local_state, self._local_detail = "failed", str(exc)
+            self._failed(str(exc))
             return
         except Exception as exc:  # A tokenizer file is foreign input; a bad one must not take the service down.
-            self._local_state, self._local_detail = "failed", f"{path}: {type(exc).__name__}"
+            self._failed(f"{path}: {type(exc).__name__}")
             return
         self._local_salt = f"local {next(_serials)}"
         self._local.harmony = self._local.harmony or self._harmony

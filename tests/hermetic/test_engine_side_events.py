@@ -239,7 +239,7 @@ def test_nothing_is_asked_of_an_engine_that_is_down(world: World) -> None:
     world.ingest.process_restarted("w", "start time changed")
     until(lambda: world.clears[-1][2] == "start time changed")
     assert world.status().phase == "replaying"
-    assert world.ingest.counters()["replays_running"] == 0
+    assert world.ingest.replay_levels()["running"] == 0
     assert world.ingest.counters()["replay_requests"] == asked
     engine.reopen()
     until(lambda: world.held(0))
@@ -599,7 +599,7 @@ def test_dead_replay_endpoints_hold_up_nobody(world: World) -> None:
     engine.publish(store(0))
     world.follow(engine, "good", verified=False)
     until(lambda: world.held(0, "good"))
-    assert world.ingest.counters()["replays_running"] <= QUICK.replays_at_once
+    assert world.ingest.replay_levels()["running"] <= QUICK.replays_at_once
     until(lambda: all(world.ingest.status()[f"silent{n}", 0].phase == "live" for n in range(20)))
     assert all(world.ingest.status()[f"silent{n}", 0].partial for n in range(20))
 

@@ -302,3 +302,42 @@ async def test_the_index_follows_a_fake_engine_through_evictions_ranks_and_a_res
 def held(index: PrefixIndex, prompt: list[int]) -> dict[int, int]:
     """Tokens of `prompt` that each rank of "w" holds."""
     return {rank: match.gpu_tokens for (_, rank), match in index.match(prompt).items()}
+
+
+async def test_an_outage_has_a_time_and_can_be_looked_at_at_once(session: aiohttp.ClientSession) -> None:
+    """The caller's key goes with every request; without it the reason is told."""
+    key = {"value": "wrong"}
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if request.headers.get("Authorization") != f"Bearer {key['value']}":
+            return web.Response(status=401)
+        if request.path == "/metrics":
+            return web.Response(text="vllm:num_requests_running 1\n")
+        return web.json_response({"data": [{"id": "m"}]}) if request.path == "/v1/models" else web.Response(status=404)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    slow = ScrapeSettings(interval_s=3600.0, retry_max_s=3600.0, failures=1)
+    scraper = Scraper(session, Seen(), slow, headers={"Authorization": "Bearer right"})
+    try:
+        scraper.add("w", url)
+        await until(lambda: scraper.reachable("w") is False)
+        status = scraper.status()["w"]
+        assert (status.reason, status.failed_s is not None) == ("/metrics: status 401", True)
+        key["value"] = "right"
+        scraper.read_now("w")
+        await until(lambda: "w" in seen_by(scraper).capabilities)
+        status = scraper.status()["w"]
+        assert (status.reachable, status.reason, status.failed_s) == (True, None, None)
+        scraper.read_now("nobody")
+        assert scraper.reachable("nobody") is None
+    finally:
+        await scraper.stop()
+        await runner.cleanup()

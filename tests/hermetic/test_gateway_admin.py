@@ -147,3 +147,13 @@ async def test_o8_prompts_show_nowhere(fleet: Fleet, caplog: pytest.LogCaptureFi
     shown = "".join(pages) + caplog.text
     assert "fox" not in shown
     assert "zebra" not in shown
+
+
+async def test_pages_are_only_read(fleet: Fleet) -> None:
+    for base in (fleet.url, fleet.admin):
+        for path in ("/metrics", "/health", "/livez", "/readyz"):
+            for method in ("DELETE", "POST"):
+                async with fleet.http.request(method, base + path) as response:
+                    assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
+            async with fleet.http.head(base + path) as response:
+                assert response.status == 200

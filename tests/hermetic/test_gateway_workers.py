@@ -1,17 +1,25 @@
 """Workers that come, go, come back and change while the gateway serves."""
 
 import asyncio
+import re
+import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from aiohttp import web
 
 from gateway import core as core_module
 from gateway.config import Config
 from gateway.core import Core
-from gateway.debug.health import degradations
+from gateway.debug.health import DEGRADATIONS, degradations, health
 from gateway.discovery import FileDiscovery
-from scorer.types import ChangeKind, WorkerChange
+from gateway.engine.health import State
+from scorer.cost import CostModel
+from scorer.types import ChangeKind, EngineStats, WorkerChange
 from tests.support.gateway_world import Fleet, engine, until
 
 
@@ -123,3 +131,215 @@ async def test_a_workers_file_is_followed(tmp_path: Path) -> None:
         path.write_text("- {nonsense: 1}\n")
         await until(lambda: any(row.what == "discovery" for row in degradations(core)))
         assert (await fleet.complete("x"))[0] == "b"
+
+
+async def test_another_engine_tokenises_while_the_first_is_down() -> None:
+    """One dead worker must not turn cache routing off for the whole fleet."""
+    async with Fleet(a=engine(), b=engine(), c=engine()) as fleet:
+        core = fleet.core
+        await fleet.complete("one " * 50)
+        (home,) = {model.home for model in core._tokenizers._models.values()}
+        await fleet.engines[home].stop()
+        for i in range(6):
+            assert (await fleet.complete(f"{i} " * 50))[0] != home
+        await until(lambda: core.scraper.reachable(home) is False)
+        await fleet.complete("last " * 50)
+        status = core.tokens.status()["tiny"]
+        assert status["served"] == {"engine": 8}
+        assert (status["engine"]["failures"], status["engine"]["breaker"]) == (0, "closed")
+
+
+async def test_an_engine_that_is_slow_to_tokenise_is_asked_last_for_a_while() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        core = fleet.core
+        model = core._tokenizers._models["tiny"]
+        slow = fleet.engines[model.home].faults
+        slow.paths, slow.headers_delay_s = ("/tokenize",), 60.0
+        for i in range(4):
+            await fleet.complete(f"{i} " * 50)
+        assert core.tokens.status()["tiny"]["served"] == {"estimate": 1, "engine": 3}
+
+
+async def test_engines_with_another_root_do_not_stand_in_for_each_other() -> None:
+    async with Fleet(a=engine(root="/models/one"), b=engine(root="/models/other")) as fleet:
+        core = fleet.core
+        model = core._tokenizers._models["tiny"]
+        assert model.others == []
+        await fleet.engines[model.home].stop()
+        await until(lambda: core.scraper.reachable(model.home) is False)
+        await fleet.complete("x")
+        assert core.tokens.status()["tiny"]["served"] == {"estimate": 1}
+
+
+async def test_nothing_is_usable_when_every_worker_is_dead() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        for server in fleet.engines.values():
+            await server.stop()
+        await until(lambda: not any(fleet.core.scraper.reachable(name) for name in fleet.engines))
+        status, page = await fleet.get(fleet.url + "/health")
+        assert (status, page["usable"]) == (503, 0)
+        assert {row["state"] for row in page["workers"].values()} <= {"down", "ejected", "half open"}
+        assert (await fleet.get(fleet.url + "/readyz"))[0] == 503
+        text = (await fleet.get(fleet.url + "/metrics"))[1]
+        assert set(re.findall(r"warmroute_worker_available\{.*\} (.*)", text)) == {"0.0"}
+        assert 'warmroute_degraded{what="worker_down"} 1.0' in text
+        assert 'warmroute_degraded{what="worker_asleep"} 0.0' in text
+        assert set(re.findall(r'warmroute_degraded\{what="(\w+)"', text)) == set(DEGRADATIONS)
+        assert 'warmroute_token_source{model="tiny",source="engine"}' in text
+        assert "replays_running" not in text
+
+
+async def test_a_worker_down_from_the_start_is_not_usable(core: Core) -> None:
+    core.apply(added("a"))
+    await until(lambda: core.scraper.reachable("a") is False)
+    assert health(core)["usable"] == 0
+
+
+@asynccontextmanager
+async def engine_with_a_key(key: str) -> AsyncIterator[str]:
+    """URL of a server as `vllm serve --api-key`: /v1 wants the key. Here /tokenize does, too."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path in ("/v1/models", "/tokenize") and request.headers.get("Authorization") != f"Bearer {key}":
+            return web.Response(status=401)
+        if request.path == "/metrics":
+            return web.Response(text="vllm:num_requests_running 1\n")
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "tiny"}]})
+        return web.json_response({"tokens": [1, 2]}) if request.path == "/tokenize" else web.Response(status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_engines_that_want_an_api_key_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINES_KEY", " sk-engines\n")
+    core = Core(Config(engine_api_key_env="ENGINES_KEY"))
+    try:
+        await core.start()
+        async with engine_with_a_key("sk-engines") as url:
+            core.apply(added("a", url))
+            await until(lambda: "a" in core.capabilities)
+            (tokens,) = await core.tokens.tokens_for("completions", {"prompt": "x"}, "tiny")
+            assert (tokens.source, list(tokens.as_array())) == ("engine", [1, 2])
+    finally:
+        await core.close()
+
+
+async def test_a_missing_api_key_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    core = Core(Config())
+    try:
+        await core.start()
+        async with engine_with_a_key("sk-engines") as url:
+            core.apply(added("a", url))
+            await until(lambda: core.scraper.status()["a"].reason)
+            found = {row.what: row.detail for row in degradations(core)}
+            assert "/v1/models: status 401" in found["models_unknown"]
+            assert health(core)["usable"] == 0
+    finally:
+        await core.close()
+
+
+async def test_a_failed_probe_is_no_further_outage() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        core = fleet.core
+        await fleet.engines["a"].stop()
+        for state in (State.EJECTED, State.HALF_OPEN, State.EJECTED):
+            await until(lambda state=state: core.health.state("a").state is state)  # type: ignore[misc]
+        await asyncio.sleep(0)
+        text = (await fleet.get(fleet.url + "/metrics"))[1]
+        assert 'warmroute_ejections_total{worker="a"} 1.0' in text
+
+
+async def test_a_frozen_engine_is_out_although_its_request_may_be_silent_for_long() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        core = fleet.core
+        # Only the silence is to be judged, not the scrapes that fail a second later.
+        core.scraper._settings = msgspec.structs.replace(core.scraper._settings, failures=1000)
+        ticket = core.health.request_started("a", time.monotonic(), quiet_s=10_000.0)
+        fleet.engines["a"].faults.paths = ("/",)
+        fleet.engines["a"].faults.stall = True
+        fleet.engines["a"].apply_faults()
+        await until(lambda: core.health.state("a").state is not State.HEALTHY)
+        assert "not a byte" in core.health.state("a").reason
+        assert ticket.worker.name == "a"
+
+
+@pytest.mark.parametrize("change", [{"kv_usage": 0.5}, {"running": 2.0}, {"waiting": 1.0}, {"prefill_time_sum_s": 3.0}])
+def test_an_engine_whose_numbers_move_works(change: dict[str, float]) -> None:
+    before = EngineStats(scraped_at_s=1.0, kv_usage=0.4, running=1.0, waiting=0.0, prefill_time_sum_s=2.0)
+    assert not core_module._worked(before, EngineStats(scraped_at_s=2.0, **_fields(before)))
+    assert core_module._worked(before, EngineStats(scraped_at_s=2.0, **{**_fields(before), **change}))
+
+
+def _fields(stats: EngineStats) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in core_module._PROGRESS}
+
+
+def test_the_pace_is_the_engines_own_prefill_time_over_the_prior() -> None:
+    cost = CostModel()
+    predicted_s = cost.comp_s(2000, 0)
+    for factor, pace in ((0.5, 1.0), (8.0, 8.0), (1e9, 100.0)):
+        stats = EngineStats(
+            scraped_at_s=0.0,
+            prompt_tokens=20_000.0,
+            prefill_time_count=10.0,
+            prefill_time_sum_s=10 * factor * predicted_s,
+        )
+        assert core_module._pace(stats, cost, 1.0) == pytest.approx(pace)
+    assert core_module._pace(EngineStats(scraped_at_s=0.0), cost, 1.0) == 1.0
+
+
+async def test_a_silent_rank_does_not_look_empty() -> None:
+    """E22: one rank of two publishes. The worker's events do not count until both do, and the silent one is named."""
+    async with Fleet(a=engine(data_parallel_size=2, replay_endpoint=None)) as fleet:
+        core, worker = fleet.core, fleet.core.fleet.workers["a"]
+
+        async def ask(rank: int) -> None:
+            body = {"model": "tiny", "prompt": "the quick brown fox " * 40, "max_tokens": 1}
+            headers = {"X-data-parallel-rank": str(rank)}
+            async with fleet.http.post(
+                fleet.engines["a"].url + "/v1/completions", json=body, headers=headers
+            ) as response:
+                assert response.status == 200
+
+        await ask(0)
+        await until(lambda: ("a", 0) in core._heard)
+        core._watch_events()
+        assert not worker.publishes_events
+        core.hits.predicted("a", 1, 0)
+        silent = [row.detail for row in degradations(core) if row.what == "events_silent"]
+        assert ["rank 1" in detail for detail in silent] == [True]
+        assert "events_catching_up" not in {row.what for row in degradations(core)}
+        await ask(1)
+        await until(lambda: worker.publishes_events)
+        assert "events_silent" not in {row.what for row in degradations(core)}
+
+
+async def test_a_rank_that_says_it_published_nothing_yet_counts_as_empty() -> None:
+    async with Fleet(a=engine(data_parallel_size=2)) as fleet:
+        await until(lambda: fleet.core.fleet.workers["a"].publishes_events)
+        assert not any(feed.batches for feed in fleet.core.ingest.status().values())
+
+
+async def test_a_fleet_without_workers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    core = Core(Config())
+    try:
+        for _ in range(3):
+            core._watch_emptiness()
+        assert ["no worker is configured" in message for message in caplog.messages] == [True]
+        core.apply(added("a"))
+        core._watch_emptiness()
+        core.apply(added("a", kind=ChangeKind.REMOVED))
+        core._watch_emptiness()
+        assert len(caplog.messages) == 2
+    finally:
+        await core.close()

@@ -1,5 +1,6 @@
 """/v1/models over several upstreams."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
@@ -68,3 +69,54 @@ async def test_a_refusal_by_all_is_passed_on_and_by_one_is_not(stubs: tuple[Stub
         assert (status, len(answer["data"])) == (200, 2)  # type: ignore[arg-type]
         stubs[1].script = refuses
         assert await get(world, "/v1/models") == (401, {"error": {"message": "bad key"}})
+
+
+async def test_an_answer_without_end_is_left_out(stubs: tuple[Stub, Stub]) -> None:
+    sent = 0
+
+    async def endless(call: Call) -> None:
+        nonlocal sent
+        await call.begin_stream()
+        while sent < 256 << 20:
+            await call.chunk(b" " * 65_536)
+            sent += 65_536
+
+    stubs[0].script = endless
+    async with World({"a": stubs[0].url, "b": stubs[1].url}) as world:
+        status, answer = await get(world, "/v1/models")
+        assert (status, [row["id"] for row in answer["data"]]) == (200, ["m", "z"])  # type: ignore[attr-defined]
+        assert sent < 64 << 20
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-Api-Key", "Cookie"])
+async def test_one_clients_list_is_not_shown_to_another(stubs: tuple[Stub, Stub], name: str) -> None:
+    async def by_credential(call: Call) -> None:
+        data = [{"id": call.header(name) or "nobody"}]
+        await call.ok(json.dumps({"data": data}).encode())
+
+    stubs[0].script = by_credential
+    async with World({"a": stubs[0].url}) as world:
+        models = ModelList(world.upstreams, lambda: ["a"])
+        world.plane.pages = {PATH: models.page}
+        for key in ("one", "two", "one"):
+            async with world.http.get(world.url + PATH, headers={name: key}) as response:
+                assert (await response.json())["data"] == [{"id": key}]
+        assert len(stubs[0].calls) == 2
+
+
+async def test_only_so_many_lists_are_asked_for_at_once(stubs: tuple[Stub, Stub]) -> None:
+    async def waits(call: Call) -> None:
+        await call.wait_hang_up()
+
+    stubs[0].script = waits
+    async with World({"a": stubs[0].url}) as world:
+        models = ModelList(world.upstreams, lambda: ["a"])
+        world.plane.pages = {PATH: models.page}
+
+        async def status(key: int) -> int:
+            async with world.http.get(world.url + PATH, headers={"Authorization": str(key)}) as response:
+                return response.status
+
+        statuses = await asyncio.gather(*(status(i) for i in range(40)))
+        assert set(statuses) == {503}
+        assert len(stubs[0].calls) == 16

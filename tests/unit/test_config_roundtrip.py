@@ -17,7 +17,12 @@ TEXT = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_siz
 ENDPOINT = st.integers(1, 65535).map(lambda port: f"tcp://127.0.0.1:{port}")
 WORKER = st.builds(
     Worker,
-    url=st.from_regex(r"http://[a-z]{1,8}:[0-9]{1,5}(/[a-z]{0,4})?", fullmatch=True),
+    url=st.builds(
+        "http://{}:{}{}".format,
+        st.from_regex(r"[a-z]{1,8}", fullmatch=True),
+        st.integers(1, 65535),
+        st.from_regex(r"(/[a-z]{0,4})?", fullmatch=True),
+    ),
     name=st.none(),
     role=st.sampled_from(["both", "prefill", "decode"]),
     events=st.none() | ENDPOINT,

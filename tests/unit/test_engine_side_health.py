@@ -399,3 +399,47 @@ def test_without_faults_nobody_is_ever_ejected(ends: list[tuple[str, End]]) -> N
         fleet.serve(name, end)
         fleet.wait(0.5)
     assert fleet.changes == []
+
+
+def test_silence_that_was_announced_is_no_excuse_while_the_metrics_are_late_too() -> None:
+    """A frozen engine with nothing but long, unstreamed requests: out within 4 s; one whose metrics answer stays."""
+    fleet = Fleet("a", "b")
+    fleet.start("a", quiet_s=60.0)
+    fleet.health.progressed("a", fleet.now_s)
+    for step in range(16):
+        fleet.health.checked("b", True, fleet.now_s)
+        fleet.health.late("a", step > 10)
+        fleet.wait(0.25)
+        assert step > 10 or fleet.state("a") is State.HEALTHY
+    assert fleet.changes[0] == ("a", "ejected")
+
+
+def test_an_engine_known_to_be_slower_is_given_the_time_it_takes() -> None:
+    fleet = Fleet("a", "b")
+    fleet.health.paced("a", 4.0)
+    fleet.start("a", quiet_s=2.0)
+    for _ in range(40):
+        fleet.health.checked("b", True, fleet.now_s)
+        fleet.wait(0.25)
+    assert fleet.state("a") is State.HEALTHY
+    for _ in range(8):
+        fleet.health.checked("b", True, fleet.now_s)
+        fleet.wait(0.25)
+    assert fleet.changes[0] == ("a", "ejected")
+    with pytest.raises(ValueError, match="below 1"):
+        fleet.health.paced("a", 0.5)
+
+
+def test_a_failed_look_from_before_the_last_answer_is_old_news() -> None:
+    """A worker that is back is not ejected for what its last scrape, still of the outage, said."""
+    fleet = Fleet("a", "b")
+    began_s = fleet.now_s
+    fleet.wait(1)
+    fleet.byte(fleet.start("a"))
+    fleet.health.checked("b", True, fleet.now_s)
+    fleet.health.checked("a", False, fleet.now_s, began_s)
+    fleet.wait(0.25)
+    assert fleet.state("a") is State.HEALTHY
+    fleet.health.checked("b", True, fleet.now_s)
+    fleet.health.checked("a", False, fleet.now_s, fleet.now_s)
+    assert fleet.state("a") is State.EJECTED

@@ -1,11 +1,13 @@
 """Bodies and headers -> RequestFacts."""
 
 import json
+import threading
 from array import array
 from typing import Any
 
 import pytest
 
+from gateway.large import LARGE_BYTES, MOST_TOKENS, decode_large
 from gateway.request import BadRequest, RequestReader, Slo, decode_body, form_model
 from gateway.tokens import TokenService
 from scorer.fleet import Fleet
@@ -158,3 +160,52 @@ async def test_a_form_names_its_model() -> None:
 @pytest.mark.parametrize("body", [b"", b'name="model"', b'name="model"\r\n\r\nx', b'name="model"\r\n\r\n\r\n'])
 def test_a_form_without_a_readable_model(body: bytes) -> None:
     assert form_model(body) is None
+
+
+@pytest.mark.parametrize("field", ["max_completion_tokens", "max_tokens", "max_output_tokens", "n", "priority"])
+async def test_numbers_no_engine_can_hold_are_as_good_as_absent(field: str) -> None:
+    body = b'{"model":"m","prompt":[1],"%b":%b}' % (field.encode(), b"9" * 400)
+    facts = await read(body)
+    assert (facts.max_output_tokens, facts.n_sequences, facts.priority) == (None, 1, 0)
+
+
+async def test_of_many_given_tokens_the_first_are_matched_and_all_counted() -> None:
+    ids = list(range(100_000, 100_000 + MOST_TOKENS + 1000))
+    facts = await read({"model": "m", "prompt": ids, "max_tokens": 3})
+    assert facts.tokens == array("I", ids[:MOST_TOKENS]).tobytes()
+    assert (facts.prompt_tokens, facts.exact_prefix_tokens) == (len(ids), MOST_TOKENS)
+    assert (facts.token_source, facts.max_output_tokens) == (TokenSource.GIVEN, 3)
+
+
+async def test_large_bodies_are_read_off_the_loop_and_like_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def spied(body: bytes, kind: str | None) -> object:
+        threads.append(threading.get_ident())
+        return decode_large(body, kind)
+
+    monkeypatch.setattr("gateway.request.decode_large", spied)
+    body = {"model": "m", "prompt": [[1, 2], [3]], "stream": True, "user": "x" * LARGE_BYTES}
+    assert await read(body) == await read({**body, "user": ""})
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+
+
+@pytest.mark.parametrize("text", [rb"\ud800", rb"\ud83d half", b"plain"])
+def test_large_text_python_reads_is_read(text: bytes) -> None:
+    large = decode_large(b'{"model":"m","prompt":"' + text + b"y" * LARGE_BYTES + b'"}', "completions")
+    assert large is not None
+    assert not large.left_out
+    assert large.fields["prompt"].endswith("y")
+
+
+async def test_bodies_of_a_million_pieces_are_placed_by_their_size() -> None:
+    body = b'{"messages":[' + b'{"role":"user","content":"x"},' * 200_000 + b'{}],"model":"m","stream":true}'
+    facts = await read(body, "chat")
+    assert (facts.model, facts.streaming, facts.tokens, facts.prompt_tokens) == ("m", True, None, len(body) // 4)
+
+
+@pytest.mark.parametrize("body", [b"[" + b" " * LARGE_BYTES + b"]", b'{"model":"m"' + b" " * LARGE_BYTES])
+async def test_a_large_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="valid JSON"):
+        await read(body)

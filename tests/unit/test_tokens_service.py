@@ -110,9 +110,11 @@ async def test_local_is_used_and_verified_against_the_engine(folder: Path) -> No
         assert status["served"] == {"local": 1}
 
 
-async def test_a_mismatch_switches_to_the_engine_and_says_so(folder: Path) -> None:
+async def test_a_mismatch_switches_to_the_engine_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(folder, Engine(folder, shift=1)) as service:
         await until(lambda: verdict(service) == "mismatch")
+        await until(lambda: caplog.messages)
+        assert [f"the tokenizer at {folder} gives other ids" in message for message in caplog.messages] == [True]
         (tokens,) = await service.tokens_for("completions", {"prompt": "hi"}, "m")
         assert tokens.source == "engine"
         assert list(tokens.as_array()) == [i + 1 for i in reference_ids("hi", add_special_tokens=True)]
@@ -187,12 +189,19 @@ async def test_no_local_tokenizer_means_engine(folder: Path) -> None:
         assert len(engine.asked) == 1, "the same prompt again comes from the cache"
 
 
-async def test_a_configured_path_beats_the_model_card_and_must_exist(folder: Path) -> None:
+async def test_a_configured_path_beats_the_model_card_and_must_exist(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving("org/x", None, tokenizer_paths={"m": str(folder)}) as service:
         await until(lambda: loaded(service))
         assert (await service.tokens_for("chat", CHAT, "m"))[0].source == "local"
+    assert caplog.messages == []
     async with serving(folder, None, tokenizer_paths={"*": "/no/such/place"}) as service:
+        service.set_model("an adapter", str(folder))
         await until(lambda: loaded(service))
+        await until(lambda: service.status()["an adapter"]["local"]["state"] == "failed")
+        assert len(caplog.messages) == 1
+        assert "cannot be loaded: no such file or directory: /no/such/place" in caplog.messages[0]
         (tokens,) = await service.tokens_for("chat", CHAT, "m")
         assert (tokens.ids, tokens.source, tokens.reason) == (None, "estimate", "local_load_failed; no_engine")
         assert "/no/such/place" in service.status()["m"]["local"]["detail"]

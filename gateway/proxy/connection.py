@@ -1,0 +1,51 @@
+"""Client connections: what aiohttp itself would answer and log, in our own words and without a byte of the request."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from gateway.proxy import errors
+from gateway.proxy.errors import ApiError, log_unexpected
+
+_log = logging.getLogger(__name__)
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's errors quote what was received (keys, prompts) and go out as text/plain; these do not."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status < 500:
+            _log.info("a malformed request from %s was refused (%s)", request.remote, type(exc).__name__)
+            error = ApiError(status, "The request is not valid HTTP.", code="malformed_request")
+        else:
+            if exc is not None:
+                log_unexpected(_log, "unexpected; the request is given up", exc)
+            error = ApiError(status, "The gateway failed.", type_=errors.INTERNAL, code="internal")
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of an answer has been sent")
+        response = error.response()
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        exc = kw.get("exc_info")
+        if isinstance(exc, BaseException):
+            log_unexpected(_log, "unexpected; the connection is given up", exc)
+
+
+class ConnectionFactory(web.Server):
+    """aiohttp's server, with connections of ours."""
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, loop=self._loop, **self._kwargs)
