@@ -52,13 +52,15 @@ class OracleHolder:
     roots: dict = field(default_factory=dict)
     batches: int = 0
 
-    def store(self, tier: int, group: int, paths: list[tuple], from_root: bool, physical: bool) -> None:
+    def store(
+        self, tier: int, group: int, paths: list[tuple], from_root: bool, physical: bool, announced: bool = True
+    ) -> None:
         count = physical
         if from_root and tier == 0:
             first = (tier, group, paths[0])
             if not self.resident[first]:
                 self.roots[first] = self.batches
-            elif first not in self.roots or self.batches - self.roots[first] > 3:
+            elif announced and (first not in self.roots or self.batches - self.roots[first] > 3):
                 count = False
         for path in paths:
             place = (tier, group, path)
@@ -103,6 +105,11 @@ class World:
         self.oracle: dict[tuple[str, int], OracleHolder] = {}
         self.sizes = {f"w{i}": rng.choice(BLOCK_SIZES) for i in range(rng.randint(1, 4))}
         self.salts = {name: rng.randrange(1 << 30) for name in self.sizes}
+        self.models: dict[str, tuple[str, ...] | None] = {}
+        for name in self.sizes:
+            self.models[name] = models = rng.choice([None, None, ("m1", "m1-alias"), ("m2",)])
+            if models is not None:
+                self.index.set_worker(name, models=models, loras=["lora-a"])
         self.prompts: list[Prompt] = []
         for _ in range(rng.randint(2, 6)):
             self.prompts.append(self.new_prompt())
@@ -129,7 +136,9 @@ class World:
 
     def publish(self, worker: str, rank: int, events: list) -> None:
         as_map = self.rng.random() < 0.5
-        wire = [dict(zip(("type", *FIELDS[e[0]]), e, strict=False)) if as_map else e for e in events]
+        wire = [
+            dict(zip(("type", *FIELDS[e[0]]), e, strict=False)) if as_map and isinstance(e, list) else e for e in events
+        ]
         batch = [1.0, wire, rank]
         payload = msgspec.msgpack.encode(
             {"ts": 1.0, "events": wire, "data_parallel_rank": rank} if self.rng.random() < 0.1 else batch
@@ -144,10 +153,14 @@ class World:
         events = []
         for _ in range(self.rng.choice([1, 1, 1, 2, 3])):
             action = self.rng.random()
-            if action < 0.62:
+            if action < 0.58:
                 events.append(self.store_event(worker, holder))
-            elif action < 0.94 and holder.resident:
+            elif action < 0.62:
+                events.append(self.offload_event(worker, holder))
+            elif action < 0.88 and holder.resident:
                 events.append(self.remove_event(worker, holder))
+            elif action < 0.94 and holder.resident and not self.tail_first:
+                events.append(self.counted_remove_event(worker, holder))
             elif action < 0.97:
                 tier = self.rng.choice([None, None, self.rng.randrange(self.tiers)])
                 holder.clear(tier)
@@ -172,7 +185,11 @@ class World:
                 return None
         else:
             start = rng.randrange(stop) if rng.random() < 0.5 else 0
-        holder.store(tier, group, paths[start:stop], start == 0, self.physical)
+        origin = rng.choice([None] * 6 + ["NEW", "REUSED"])
+        remote = rng.random() < 0.05
+        if not remote:
+            counted = self.physical and origin != "REUSED"
+            holder.store(tier, group, paths[start:stop], start == 0, counted, announced=origin is None)
         hashes = [self.engine_hash(worker, p) for p in paths[start:stop]]
         parent = self.engine_hash(worker, paths[start - 1]) if start else None
         extras = prompt.extra_keys(size)
@@ -184,7 +201,42 @@ class World:
         lora_id = 1 if prompt.adapter else None
         kind = "full_attention" if group else rng.choice(["full_attention", None])
         head = ["BlockStored", hashes, parent, tokens, size, lora_id, MEDIA[tier], prompt.adapter]
-        return [*head, extras[start:stop], group, kind]
+        event = [*head, extras[start:stop], group, kind]
+        if origin is None and not remote:
+            return event
+        locality = {"locality": "REMOTE"} if remote else {}
+        return {**dict(zip(("type", *FIELDS["BlockStored"]), event, strict=True)), "origin": origin, **locality}
+
+    def offload_event(self, worker: str, holder: OracleHolder) -> dict | None:
+        """Blocks named by hash alone, which another tier holds from the root on."""
+        rng, size = self.rng, self.sizes[worker]
+        paths = rng.choice(self.prompts).blocks(size)
+        known = 0
+        while known < len(paths) and holder.resident[0, 0, paths[known]]:
+            known += 1
+        if not known or self.tiers < 2 or self.tail_first:
+            return None
+        start = rng.randrange(known)
+        for path in paths[start:known]:
+            holder.store(1, 0, [path], False, self.physical)
+        hashes = [self.engine_hash(worker, path) for path in paths[start:known]]
+        return {"type": "BlockStored", "block_hashes": hashes, "token_ids": [], "medium": "CPU", "group_idx": 0}
+
+    def counted_remove_event(self, worker: str, holder: OracleHolder) -> dict:
+        """A removal that says how many copies are left."""
+        tier, group, path = self.rng.choice(list(holder.resident))
+        left = self.rng.choice([0, 0, 1, 3])
+        if left:
+            holder.resident[tier, group, path] = left
+        else:
+            holder.resident.pop((tier, group, path), None)
+        return {
+            "type": "BlockRemoved",
+            "block_hashes": [self.engine_hash(worker, path)],
+            "medium": MEDIA[tier],
+            "group_idx": group,
+            "remaining_copy_counts": [left],
+        }
 
     def remove_event(self, worker: str, holder: OracleHolder) -> list:
         places = list(holder.resident)
@@ -197,16 +249,22 @@ class World:
 
     def check(self) -> None:
         prompt = self.rng.choice(self.prompts) if self.rng.random() < 0.9 else self.new_prompt()
+        model = self.rng.choice([None, None, "m1", "m1-alias", "m2"])
         expected = {}
         for name, holder in self.oracle.items():
-            found = holder.match(prompt)
+            serves = self.models[name[0]]
+            found = holder.match(prompt) if model is None or serves is None or model in serves else None
             if found is not None:
                 expected[name] = found
         got: dict = {}
         # a query's extra keys are per block of one size, so ask once per block size and keep its workers
         for size in BLOCK_SIZES:
             found = self.index.match(
-                list(prompt.tokens), lora=prompt.adapter, cache_salt=prompt.salt, extra_keys=prompt.extra_keys(size)
+                list(prompt.tokens),
+                model=model,
+                lora=prompt.adapter,
+                cache_salt=prompt.salt,
+                extra_keys=prompt.extra_keys(size),
             )
             got |= {h: m for h, m in found.items() if self.sizes[h[0]] == size}
         assert got == expected, (prompt, got, expected)
