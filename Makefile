@@ -28,8 +28,14 @@ setup: $(STAMP) ## only create .venv and install (the other targets do it by the
 demo: $(STAMP) ## a small fleet of fake engines on this machine, routed and compared (ARGS=--json)
 	$(BIN)/warmroute demo $(ARGS)
 
-test: $(STAMP) ## unit, property and hermetic tests (ARGS=-k name)
+# What only computes runs on all cores; what listens, waits and measures silence runs by itself.
+test: $(STAMP) ## unit, property and hermetic tests (ARGS="-k name" for some)
+ifeq ($(ARGS),)
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/field
+	$(BIN)/python -m pytest tests/hermetic
+else
 	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
+endif
 
 lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff check .

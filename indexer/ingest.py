@@ -108,12 +108,14 @@ class Ingest:
         run = Run(parent, hashes, tokens, block_size, extras, entries.tier, entries.group)
         if key == UNKNOWN:
             self._await_parent(state, entries, run, count_copies)
+            self._collect(state, hashes)
             return
         for start in range(0, n, SLICE_BLOCKS):
             with self._lock:
                 if not self._table.is_current(state):
                     return
                 key = self._store_slice(state, entries, run, key, start, min(start + SLICE_BLOCKS, n), count_copies)
+        self._collect(state, hashes)
 
     def _place(self, state: HolderState, event: BlockStored) -> EntryMap | None:
         """Where the blocks of `event` belong; None when it has no tokens or is not to be indexed, which is counted."""
@@ -267,13 +269,19 @@ class Ingest:
                 held = True
             parent = key
         state.stored += stop - start
-        waiting = state.orphans.by_parent
-        if waiting:
-            for h in run.hashes[start:stop]:
-                if h in waiting and state.find_entry(h) is not None:
-                    with self._table.orphan_change(state):
-                        state.ready.extend((joined, h, 0) for joined in state.orphans.take(h))
         return key
+
+    def _collect(self, state: HolderState, hashes: list[int]) -> None:
+        """Make ready what waited for one of `hashes`: after all of an event, which may bring waiting blocks too."""
+        for start in range(0, len(hashes), SLICE_BLOCKS):
+            with self._lock:
+                waiting = state.orphans.by_parent
+                if not waiting or not self._table.is_current(state):
+                    return
+                for h in hashes[start : start + SLICE_BLOCKS]:
+                    if h in waiting and state.find_entry(h) is not None:
+                        with self._table.orphan_change(state):
+                            state.ready.extend((joined, h, 0) for joined in state.orphans.take(h))
 
     def _adopt(self, state: HolderState) -> None:
         """Place the runs whose parent has come, and those that waited for them in turn."""
@@ -293,6 +301,8 @@ class Ingest:
                 self._store_slice(state, entries, run, key, start, stop, False)
                 if stop < len(run.hashes):
                     state.ready.appendleft((run, parent, stop))
+                    continue
+            self._collect(state, run.hashes)
 
     def _removed(self, state: HolderState, events: list[BlockRemoved]) -> None:
         """At most SLICE_BLOCKS events; most engines send one per block."""
@@ -345,6 +355,8 @@ class Ingest:
             self._table.drop_entry(state, entries, h)
 
     def _remove_orphan(self, state: HolderState, place: Place, remaining: int | None) -> bool:
+        if remaining is None and not state.physical:
+            remaining = 0
         with self._table.orphan_change(state):
             return state.orphans.remove(place, remaining)
 
