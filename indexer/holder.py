@@ -150,12 +150,6 @@ class HolderState:
     def is_empty(self) -> bool:
         return not self.entries and not self.orphans.blocks
 
-    def forget_places(self) -> None:
-        """Of an empty state: what it once held, and in which block sizes, says nothing about what comes."""
-        self.maps.clear()
-        self.where.clear()
-        self.ignored.clear()
-
     def counts_group(self, group: int, kind: str | None) -> bool:
         """Whether blocks of this KV-cache group prove a full prefix. A group beyond the first must have said so."""
         if kind is not None and (group in self.group_counts or len(self.group_counts) < MAX_GROUPS):

