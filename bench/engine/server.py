@@ -29,6 +29,7 @@ from bench.engine.publisher import Publisher, for_rank
 from bench.engine.request import EngineConfig
 
 _PORT_ATTEMPTS: Final = 50
+_START_APART_S: Final = 0.05  # start times are told to 10 ms; no real process comes up again so soon
 
 
 class FakeVllm:
@@ -159,7 +160,9 @@ class FakeVllm:
             )
         )
         self._endpoints = (endpoints[0], endpoints[1])
+        earlier = self.started
         await self.stop()
+        await asyncio.sleep(max(0.0, earlier + _START_APART_S - time.time()))
         await self.start()
 
     def restart_soon(self) -> None:
