@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import time
@@ -22,24 +23,25 @@ from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
 from gateway.discovery import Discovery
 from gateway.engine.capabilities import Capabilities
-from gateway.engine.feed import FeedStatus, IngestSettings
 from gateway.engine.health import Health, HealthSettings, State
 from gateway.engine.scraper import Scraper, ScrapeSettings
-from gateway.engine.subscriber import EventIngest
 from gateway.engine.tokenizers import EngineTokenizers
+from gateway.handoff.assembly import assemble
+from gateway.handoff.pairing import Pairing
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
+from gateway.publishing import Publishing
 from gateway.request import RequestReader, Slo
+from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
-from indexer import EventBatch, PrefixIndex
+from indexer import PrefixIndex
 from scorer.cost import CostModel
-from scorer.fleet import Fleet, Worker
+from scorer.fleet import Fleet
 from scorer.planner import Planner
-from scorer.types import ChangeKind, EngineStats, WorkerChange
+from scorer.types import ChangeKind, EngineStats, Role, WorkerChange
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
 _KEEP_DRAINED_S = 60.0
-EVENTS_UP = frozenset({"connected", "listening"})
 _PROGRESS = ("prompt_tokens", "generation_tokens", "kv_usage", "running", "waiting", "prefill_time_sum_s")
 # A reading this overdue was not just a little late.
 _LATE_INTERVALS = 2.5
@@ -60,7 +62,11 @@ class Core:
             removal_mode=config.index.removal_mode,
         )
         self.planner = Planner(
-            self.fleet, self.index, policy=config.scorer.policy, optimistic_ttl_s=config.scorer.optimistic_ttl_s
+            self.fleet,
+            self.index,
+            policy=config.scorer.policy,
+            pd_policy=config.pd.policy or "local",
+            optimistic_ttl_s=config.scorer.optimistic_ttl_s,
         )
         self.tokens = TokenService(token_settings(config), rng=self.rng)
         self.reader = RequestReader(self.fleet, self.tokens, slo(config))
@@ -68,14 +74,35 @@ class Core:
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
         self.health = Health(HealthSettings(eject_after_s=config.health.eject_after_s))
+        tls = client_context(config.tls)
         self.upstreams = UpstreamPool(
             PoolSettings(
                 connect_timeout_s=config.gateway.connect_timeout_s,
                 pool_idle_s=config.gateway.pool_idle_s,
                 request_timeout_s=config.gateway.request_timeout_s,
+                tls=tls,
             )
         )
         self.capabilities: dict[str, Capabilities] = {}
+        self.handoffs = assemble(
+            config.pd,
+            planner=self.planner,
+            upstreams=self.upstreams,
+            health=self.health,
+            hits=self.hits,
+            registry=self.metrics.registry,
+            available=self.available,
+            nixl_of=self._nixl_of,
+            rng=self.rng,
+        )
+        self.pairing = Pairing(
+            self.fleet,
+            self.planner.pairs,
+            self.handoffs.engine_ids,
+            self.handoffs.releases.stranded,
+            self.handoffs.metrics,
+            self.capabilities.get,
+        )
         self.asleep: set[str] = set()
         self.discoveries: list[Discovery] = []
         self.ended_discoveries: list[str] = []
@@ -83,33 +110,25 @@ class Core:
         self._changes: dict[str, WorkerChange] = {}
         self._out: set[str] = set()
         """Ejected and not back yet."""
-        self._heard: set[tuple[str, int]] = set()
-        """Whose events began to arrive, so that not every batch is looked at."""
         self._drained_s: dict[str, float] = {}
         self._was_empty = False
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=config.gateway.pool_idle_s),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=config.gateway.pool_idle_s, ssl=tls),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         headers = engine_headers(config)
         self.scraper = Scraper(
-            self._session, self, ScrapeSettings(interval_s=config.health.scrape_interval_s), headers=headers
+            self._session,
+            self,
+            ScrapeSettings(interval_s=config.health.scrape_interval_s),
+            headers=headers,
+            on_date=lambda worker, date: self.handoffs.clock.seen(worker, date, time.time()),
         )
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
-        events = config.events
-        self.ingest = EventIngest(
-            self.index,
-            bind_endpoint=events.bind_endpoint if events.mode == "bind" else None,
-            settings=IngestSettings(
-                replay_timeout_s=events.replay_timeout_s,
-                replay_attempts=events.replay_attempts,
-                buffer_batches=events.buffer_batches,
-            ),
-            on_batch=self._batch_arrived,
-            on_clear=self._index_cleared,
-        )
+        self.publishing = Publishing(config.events, self.planner)
+        self.ingest = self.publishing.ingest
 
     async def start(self) -> None:
         self.ingest.start()
@@ -128,20 +147,35 @@ class Core:
         await self.scraper.stop()
         await asyncio.to_thread(self.ingest.stop)
         await self.tokens.close()
+        await self.handoffs.releases.close()
         await self.upstreams.close()
         await self._session.close()
 
     # ---- the fleet ---------------------------------------------------------------------------------------------------
 
     def available(self, worker: str) -> bool:
-        """Whether requests may go there now: neither ejected nor asleep."""
-        return worker not in self.asleep and self.health.available(worker)
+        """Whether requests may go there now: neither ejected nor asleep; a prefill worker, which can be done without,
+        must not be known to be down either.
+        """
+        if worker in self.asleep or not self.health.available(worker):
+            return False
+        known = self.fleet.workers.get(worker)
+        return known is None or known.role is not Role.PREFILL or self.scraper.reachable(worker) is not False
 
     def is_well(self, worker: str) -> bool:
         """`available`, and its last scrapes do not say that it is down. Requests are tried there all the same when
         nobody else is left.
         """
         return self.available(worker) and self.scraper.reachable(worker) is not False
+
+    def _nixl_of(self, worker: str) -> str | None:
+        change = self._changes.get(worker)
+        return None if change is None else change.nixl_endpoint
+
+    def heard_since(self, worker: str, since_s: float) -> bool:
+        """Whether its engine has answered a scrape since then."""
+        known = self.fleet.workers.get(worker)
+        return known is not None and known.stats is not None and known.stats.scraped_at_s >= since_s
 
     def cache_cleared(self, worker: str) -> None:
         """Its prefix cache was emptied, which the engine itself announces only with its next request."""
@@ -187,6 +221,7 @@ class Core:
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)
         self._changes.pop(name, None)
+        self.pairing.gone(name)
         self._out.discard(name)
         self._forget_engine(name)
         self.scraper.remove(name)
@@ -198,11 +233,11 @@ class Core:
         self._declare_models()
 
     def _forget_engine(self, name: str) -> None:
-        self.ingest.remove(name)
+        self.publishing.forget(name)
+        self.pairing.restarted(name)
         self.cache_cleared(name)
         self.capabilities.pop(name, None)
         self.asleep.discard(name)
-        self._heard = {(worker, rank) for worker, rank in self._heard if worker != name}
 
     # ---- what the scraper reports ------------------------------------------------------------------------------------
 
@@ -232,17 +267,17 @@ class Core:
         )
         self.health.add(worker, time.monotonic(), _group(self._changes[worker], capabilities))
         self.planner.configure_worker(worker)
+        self.pairing.compare(worker)
         self._subscribe(worker)
         self._declare_models()
 
     def on_restart(self, worker: str, process_start_s: float | None) -> None:
         _log.info("%s restarted; what it held is forgotten", worker)
         self.health.restarted(worker, time.monotonic())
+        known = self.fleet.workers.get(worker)
+        self.pairing.restarted(worker, math.inf if known is None or known.stats is None else known.stats.scraped_at_s)
         self.planner.forget_blocks(worker)
-        if any(name == worker for name, _ in self.ingest.status()):
-            self.ingest.process_restarted(worker, "process start time", process_start_s)
-        else:
-            self.index.clear(worker)
+        self.publishing.restarted(worker, process_start_s)
 
     def on_sleep(self, worker: str, asleep: bool) -> None:
         if asleep:
@@ -254,67 +289,10 @@ class Core:
     def on_unreachable(self, worker: str, reason: str) -> None:
         """Told to health with every tick, as long as it lasts."""
 
-    # ---- events ------------------------------------------------------------------------------------------------------
-
     def _subscribe(self, worker: str) -> None:
-        """Where a key or discovery names an endpoint, it counts; further ranks follow on the ports after it (vLLM's
-        own rule).
-        """
-        change, sources = self._changes.get(worker), self.capabilities[worker].event_sources or {}
-        if change is None:
-            return
-        shared = self.config.events.mode == "bind"
-        for rank in sorted(sources) or [0]:
-            source = sources.get(rank)
-            if change.events_endpoint is not None:
-                self.ingest.add(
-                    worker,
-                    rank,
-                    _port_after(change.events_endpoint, rank),
-                    change.replay_endpoint and _port_after(change.replay_endpoint, rank),
-                )
-            elif shared and (source is None or source.engine_connects):
-                self.ingest.add(
-                    worker,
-                    rank,
-                    None,
-                    source.replay_endpoint if source else None,
-                    topic=source.topic or None if source else None,
-                )
-            elif source is not None and source.endpoint is not None and not source.engine_connects:
-                self.ingest.add(worker, rank, source.endpoint, source.replay_endpoint)
-
-    def _batch_arrived(self, worker: str, rank: int, batch: EventBatch) -> None:
-        """In the ingest thread."""
-        if (worker, rank) not in self._heard:
-            self._loop.call_soon_threadsafe(self._began_publishing, worker, rank)
-
-    def _began_publishing(self, worker: str, rank: int) -> None:
-        if worker in self.fleet.workers and (worker, rank) not in self._heard:
-            self._heard.add((worker, rank))
-            self._watch_events()
-
-    def _index_cleared(self, worker: str, rank: int, reason: str) -> None:
-        """In the ingest thread."""
-        self._loop.call_soon_threadsafe(self.planner.forget_blocks, worker, rank)
-
-    def _set_publishing(self, worker: Worker, publishing: bool) -> None:
-        if worker.publishes_events == publishing:
-            return
-        worker.publishes_events = publishing
-        if publishing:
-            self.planner.approximate.clear(worker.name)  # From now on its own events speak for it.
-        else:
-            _log.warning("the KV events of %s stopped; what it is sent is assumed to be cached instead", worker.name)
-
-    def _watch_events(self) -> None:
-        """A worker's events count once those of all its ranks do: a silent rank would look empty."""
-        feeds: dict[str, list[FeedStatus]] = {}
-        for (name, _), feed in self.ingest.status().items():
-            feeds.setdefault(name, []).append(feed)
-        for worker in self.fleet.workers.values():
-            mine = feeds.get(worker.name, ())  # Their ranks are the batches' own, which may be other numbers.
-            self._set_publishing(worker, len(mine) >= len(worker.loads) and all(map(is_speaking, mine)))
+        change = self._changes.get(worker)
+        if change is not None:
+            self.publishing.subscribe(change, self.capabilities[worker].event_sources or {})
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
@@ -328,7 +306,7 @@ class Core:
         while True:
             await asyncio.sleep(_TICK_S)
             _guarded(self._watch_health)
-            _guarded(self._watch_events)
+            _guarded(self.publishing.watch)
             _guarded(self._watch_emptiness)
             _guarded(self._remove_drained)
 
@@ -378,15 +356,6 @@ def _group(change: WorkerChange, capabilities: Capabilities | None) -> tuple[obj
     return change.role, frozenset(capabilities.models if capabilities is not None else ())
 
 
-def is_speaking(feed: FeedStatus) -> bool:
-    """Whether what is known of the rank is what it holds: its events arrive, or a replay has shown that there are
-    none.
-    """
-    if feed.endpoint_state not in EVENTS_UP:
-        return False
-    return feed.batches > 0 or (feed.replay_endpoint is not None and feed.phase == "live" and not feed.partial)
-
-
 def _worked(before: EngineStats, now: EngineStats) -> bool:
     """Whether the engine core did anything between two readings. All of these come from its steps, so that one that
     hangs behind a live HTTP server shows the same numbers again; the KV cache grows while a long prompt is computed.
@@ -434,10 +403,3 @@ def slo(config: Config) -> Slo:
         ttft_s=None if scorer.slo_ttft_ms is None else scorer.slo_ttft_ms / 1000,
         tpot_s=None if scorer.slo_tpot_ms is None else scorer.slo_tpot_ms / 1000,
     )
-
-
-def _port_after(endpoint: str, rank: int) -> str:
-    if rank == 0 or not endpoint.startswith("tcp://"):
-        return endpoint
-    head, _, port = endpoint.rpartition(":")
-    return f"{head}:{int(port) + rank}"

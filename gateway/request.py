@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from gateway.bad_request import BadRequest as BadRequest
+from gateway.handoff.bodies import why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
 from gateway.tokens import Tokens, TokenService
 from scorer.fleet import Fleet
-from scorer.types import RequestFacts, TokenSource
+from scorer.types import PdReason, RequestFacts, TokenSource
 
 _BYTES_PER_TOKEN = 4
 """For bodies without a prompt we could read: enough to tell long from short."""
@@ -27,15 +29,6 @@ _MOST_TOKENS = 1 << 31
 _MOST_SEQUENCES = 1 << 14
 """Larger numbers in a body say nothing about its cost: an engine refuses them, and floats cannot hold them all."""
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-
-
-class BadRequest(Exception):
-    """The request cannot be served as it is; the text is for its sender. `code` and `param` as in OpenAI's errors."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +83,10 @@ class RequestReader:
         """
         content_type = headers.get("content-type", "")
         if content_type.startswith("multipart/"):
-            return self._opaque(request_id, form_model(body), len(body), headers)
+            return self._opaque(request_id, form_model(body), len(body), headers, keep_local=PdReason.NOT_READABLE)
         if headers.get("content-encoding", "identity") != "identity":
-            return self._opaque(request_id, None, len(body), headers)  # The engine may know how to read it.
+            # The engine may know how to read it.
+            return self._opaque(request_id, None, len(body), headers, keep_local=PdReason.NOT_READABLE)
         cut_tokens, left_out = 0, False
         if len(body) <= LARGE_BYTES:
             fields = decode_body(body)
@@ -100,7 +94,8 @@ class RequestReader:
             fields, left_out, cut_tokens = await self._large(body, kind)
         model = self._model(fields.get("model"))
         if kind is None or left_out:
-            return self._opaque(request_id, model, len(body), headers, fields)
+            keep_local = PdReason.NOT_GENERATION if kind is None else PdReason.NOT_READABLE
+            return self._opaque(request_id, model, len(body), headers, fields, keep_local=keep_local)
         prompts = await self._tokens.tokens_for(kind, fields, model)
         routed = max(prompts, key=_known_tokens)
         n_sequences = _positive(fields.get("n"), _MOST_SEQUENCES) or 1
@@ -118,7 +113,7 @@ class RequestReader:
             max_output_tokens=next(filter(None, (_positive(fields.get(f)) for f in _MAX_TOKENS_FIELDS)), None),
             n_sequences=n_sequences * len(prompts),
             streaming=fields.get("stream") is True,
-            allow_remote=n_sequences == 1 and _splittable(fields, prompts),
+            keep_local=why_local(kind, fields, len(prompts)),
             priority=_integer(fields.get("priority")) or 0,
             session=headers.get("x-session-id"),
             slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
@@ -139,6 +134,8 @@ class RequestReader:
         n_bytes: int,
         headers: Mapping[str, str],
         fields: Mapping[str, Any] | None = None,
+        *,
+        keep_local: PdReason,
     ) -> RequestFacts:
         name = self._model(model)
         return RequestFacts(
@@ -147,7 +144,7 @@ class RequestReader:
             prompt_tokens=n_bytes // _BYTES_PER_TOKEN,
             lora=self._lora(name),
             streaming=fields is not None and fields.get("stream") is True,
-            allow_remote=False,
+            keep_local=keep_local,
             session=headers.get("x-session-id"),
         )
 
@@ -172,15 +169,6 @@ class RequestReader:
 
 def _known_tokens(prompt: Tokens) -> int:
     return -1 if prompt.ids is None else len(prompt.ids)
-
-
-def _splittable(fields: Mapping[str, Any], prompts: Sequence[Tokens]) -> bool:
-    """Whether one engine may compute the prompt and another go on: not for answers made of several sequences or of the
-    prompt itself.
-    """
-    return len(prompts) == 1 and not any(
-        fields.get(name) for name in ("echo", "prompt_logprobs", "use_beam_search", "best_of")
-    )
 
 
 def _positive(value: object, most: int = _MOST_TOKENS) -> int | None:

@@ -19,6 +19,13 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill step takes this long however little there is to compute."""
     comp_per_token_s: float = 21e-6
     comp_per_attention_s: float = 1.0e-9
+    hop_s: float = 0.002
+    """From a prefill worker's answer to the decode worker."""
+    pull_base_s: float = 0.002
+    pull_per_block_s: float = 157e-6
+    """36 layers at 4.35 us for each descriptor: in a cache that has been in use for a while no blocks merge."""
+    pull_stall_s: float = 0.008
+    """What a pull adds to one step of the answers that run beside it."""
     step_base_s: float = 5.04e-3
     step_per_stream_s: float = 0.0116e-3
     step_per_kv_token_s: float = 3.31e-3 / 100_000

@@ -30,6 +30,14 @@ class Booking:
             self.load.head_since_s = now_s
             self.load.streams += 1
 
+    def reprice(self, comp_s: float) -> None:
+        """What is to be computed here has changed."""
+        self.comp_s = comp_s
+
+    def head_s(self, now_s: float) -> float:
+        """How long its prefill has been the first in line here."""
+        return max(0.0, now_s - max(self.booked_s, self.load.head_since_s)) if self.load.is_head(self) else 0.0
+
     def grow(self, n_tokens: int) -> None:
         """`n_tokens` more were generated."""
         if not self.settled:
@@ -65,6 +73,9 @@ class Load:
     @property
     def requests(self) -> int:
         return len(self.prefills) + self.streams
+
+    def is_head(self, booking: Booking) -> bool:
+        return next(iter(self.prefills), None) is booking
 
     def prefill_backlog_s(self, now_s: float) -> float:
         """Booked prefill seconds still ahead of a newcomer: all of them, less what the first has probably had

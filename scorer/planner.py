@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+import msgspec
 
 from indexer import ApproximateIndex, Holder, Match, PrefixIndex, Prompt
 from scorer.cost import CostModel
+from scorer.disaggregation import parse_policy
 from scorer.fleet import Fleet, Worker
-from scorer.ledger import Booking, Load
+from scorer.ledger import Booking
+from scorer.pairs import Names, Pairs
 from scorer.policies import POLICIES, Offer, Policy
-from scorer.types import Candidate, EngineStats, Outcome, OutcomeKind, Plan, Price, RequestFacts, Role
+from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer
+from scorer.remote import Choice, Remote
+from scorer.types import Candidate, Outcome, OutcomeKind, PdReason, Plan, Price, RequestFacts, Role
 
 CONSIDERED = 8
+_PREFILLS = 3
+"""Of them, so many prefill workers at most, that the local ways are seen beside them."""
 EVENT_GRACE_S = 0.5
 """How long after a request's end its blocks stay assumed while its worker's events have not said so."""
 _NOTHING = Match()
@@ -38,26 +46,50 @@ class NoWorker(Exception):
     """Workers serve the model, or may, but none can take the request now."""
 
 
-class _Flight:
-    """A planned request that has not ended."""
+class _Stay:
+    """What a request has on one rank: its booking, and the blocks it is assumed to bring there."""
 
-    __slots__ = ("booking", "facts", "holder", "keys", "planned_s", "predicted_tokens", "prompt", "worker")
+    __slots__ = ("booking", "holder", "keys", "worker")
 
-    def __init__(self, facts: RequestFacts, worker: Worker, holder: Holder, booking: Booking) -> None:
-        self.facts = facts
+    def __init__(self, worker: Worker, holder: Holder, booking: Booking) -> None:
         self.worker = worker
         self.holder = holder
         self.booking = booking
-        self.prompt: Prompt | None = None
         self.keys: list[int] = []
-        self.planned_s = booking.booked_s
-        self.predicted_tokens = 0
+
+
+class _Flight:
+    """A planned request that has not ended. `held`: what the decode worker had of the prompt before. `prefill`: at the
+    prefill worker, until that has answered. `pair`: whose handoff is under way.
+    """
+
+    __slots__ = ("decode", "facts", "held", "pair", "plan", "planned_s", "prefill", "prompt")
+
+    def __init__(self, facts: RequestFacts, plan: Plan, prompt: Prompt | None, decode: _Stay, held: Match) -> None:
+        self.facts = facts
+        self.plan = plan
+        self.prompt = prompt
+        self.decode = decode
+        self.held = held
+        self.prefill: _Stay | None = None
+        self.pair: Names | None = None
+        self.planned_s = plan.decided_at_s
+
+
+class _Decision(msgspec.Struct, frozen=True):
+    """A plan with what is needed to book it."""
+
+    plan: Plan
+    decode: Place
+    held: Match
+    choice: Choice | None
 
 
 class Planner:
     """Decides where requests run. Not thread-safe: one thread plans and observes.
 
-    `index` is the exact index, fed elsewhere. `policy` is a name of `POLICIES`; an unknown one raises ValueError.
+    `index` is the exact index, fed elsewhere. `policy` is a name of `POLICIES`, `pd_policy` a form of
+    `scorer.disaggregation`; unknown ones raise ValueError.
     """
 
     def __init__(
@@ -66,6 +98,7 @@ class Planner:
         index: PrefixIndex,
         *,
         policy: str = "warmroute",
+        pd_policy: str = "local",
         cost: CostModel | None = None,
         optimistic_ttl_s: float = 4.0,
     ) -> None:
@@ -79,6 +112,9 @@ class Planner:
         """For workers without events."""
         self.optimistic = ApproximateIndex(ttl_s=optimistic_ttl_s, capacity_blocks=1 << 20)
         """For workers with events: what was just sent there and not announced yet."""
+        self.pairs = Pairs()
+        self._pricer = Pricer(self.cost)
+        self._remote = Remote(fleet, self._pricer, self.pairs, parse_policy(pd_policy))
         self._choose: Policy = POLICIES[policy]
         self._flights: dict[str, _Flight] = {}
         self._unannounced: deque[tuple[float, Holder, list[int], float]] = deque()
@@ -114,24 +150,94 @@ class Planner:
     def plan(self, facts: RequestFacts, available: Collection[str] | None, now_s: float, rng: random.Random) -> Plan:
         """Choose among `available` workers (None: all) and book. Raises ModelNotFound or NoWorker."""
         prompt = _prompt(facts)
-        plan, (worker, holder, load) = self._decide(facts, prompt, available, now_s, rng)
-        chosen = plan.chosen
-        flight = _Flight(facts, worker, holder, Booking(load, chosen.price.comp_s, facts.prompt_tokens, now_s))
-        flight.predicted_tokens = chosen.cached_tokens
+        decision = self._decide(facts, prompt, available, now_s, rng)
+        plan, (worker, holder, load) = decision.plan, decision.decode
+        choice = decision.choice
+        comp_s = plan.chosen.price.comp_s if choice is None else self.cost.constants.pull_stall_s
+        decode = _Stay(worker, holder, Booking(load, comp_s, facts.prompt_tokens, now_s))
         self._turn += 1
         self._turns[holder] = self._turn
-        self._flights[facts.request_id] = flight
-        flight.prompt = prompt
-        if prompt is not None:
-            index, known = self.approximate, 0
-            if worker.publishes_events:
-                index, known = self.optimistic, chosen.cached_tokens // (worker.block_size() or 16)
-            flight.keys = index.assume(*holder, prompt, now_s, model=facts.model, lora=facts.lora, first_block=known)
+        flight = self._flights[facts.request_id] = _Flight(facts, plan, prompt, decode, decision.held)
+        self._assume(flight, decode, plan.chosen.cached_tokens, now_s)
+        if choice is not None:
+            self._book_prefill(flight, choice, now_s)
         return plan
+
+    def _book_prefill(self, flight: _Flight, choice: Choice, now_s: float) -> None:
+        worker, holder, load = choice.place
+        stay = flight.prefill = _Stay(worker, holder, Booking(load, choice.comp_s, flight.facts.prompt_tokens, now_s))
+        flight.pair = worker.name, flight.decode.worker.name
+        self.pairs.start(flight.pair)
+        self._assume(flight, stay, choice.candidate.prefill_cached_tokens, now_s)
+
+    def _assume(self, flight: _Flight, stay: _Stay, cached_tokens: int, now_s: float) -> None:
+        if flight.prompt is None:
+            return
+        facts, worker = flight.facts, stay.worker
+        index, known = self.approximate, 0
+        if worker.publishes_events:
+            index, known = self.optimistic, cached_tokens // (worker.block_size() or USUAL_BLOCK_SIZE)
+        stay.keys = index.assume(
+            *stay.holder, flight.prompt, now_s, model=facts.model, lora=facts.lora, first_block=known
+        )
+
+    def next_prefill(
+        self,
+        request_id: str,
+        why: PdReason,
+        available: Collection[str] | None,
+        now_s: float,
+        rng: random.Random,
+        *,
+        local: bool = False,
+    ) -> Plan | None:
+        """The prefill worker of a request did not do, because of `why`: the next one, or (none is left, or `local`) the
+        decode worker itself. What was booked at the prefill worker is given back. None for an unknown request.
+        """
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return None
+        failed = flight.plan.chosen.prefill
+        self._leave_prefill(flight, now_s, prefilled=False)
+        self._end_pair(flight)
+        if failed is not None:
+            flight.facts = msgspec.structs.replace(
+                flight.facts, excluded=flight.facts.excluded | {failed[0]}, keep_local=why if local else None
+            )
+        place = flight.decode.worker, flight.decode.holder, flight.decode.booking.load
+        held = {} if flight.prompt is None else self._held(flight.facts, flight.prompt, now_s)
+        # What is assumed there by now is to come with this very request.
+        price, cached = self._pricer.local(flight.facts, place, flight.held, now_s)
+        here = msgspec.structs.replace(flight.plan.chosen, prefill=None, prefill_cached_tokens=0, price=price)
+        _, choices = self._remote.decide(flight.facts, here, place, held, available, now_s, rng)
+        if choices:
+            self._book_prefill(flight, choices[0], now_s)
+            here, why = choices[0].candidate, flight.plan.pd_reason
+        else:
+            flight.decode.booking.reprice(self.cost.comp_s(flight.facts.prompt_tokens, cached, place[0].weight))
+        known = {(here.decode, here.prefill), (here.decode, failed)}
+        others = [each for each in flight.plan.considered if (each.decode, each.prefill) not in known]
+        considered = (here, *others)[:CONSIDERED]
+        flight.plan = msgspec.structs.replace(
+            flight.plan,
+            chosen=here,
+            considered=considered,
+            pd_reason=why,
+            reason=_reason(self.policy, considered, flight.facts),
+        )
+        return flight.plan
+
+    def prefill_wait_s(self, request_id: str, now_s: float) -> float | None:
+        """Of the time since the request was booked at its prefill worker, what it spent behind others booked here."""
+        flight = self._flights.get(request_id)
+        if flight is None or flight.prefill is None:
+            return None
+        booking = flight.prefill.booking
+        return max(0.0, now_s - booking.booked_s - booking.head_s(now_s))
 
     def explain(self, facts: RequestFacts, available: Collection[str] | None, now_s: float, rng: random.Random) -> Plan:
         """The plan `plan` would make, with nothing booked."""
-        return self._decide(facts, _prompt(facts), available, now_s, rng)[0]
+        return self._decide(facts, _prompt(facts), available, now_s, rng).plan
 
     def _decide(
         self,
@@ -140,46 +246,35 @@ class Planner:
         available: Collection[str] | None,
         now_s: float,
         rng: random.Random,
-    ) -> tuple[Plan, tuple[Worker, Holder, Load]]:
+    ) -> _Decision:
         self._settle_unannounced(now_s)
         places = self._places(facts, available)
         held = {} if prompt is None else self._held(facts, prompt, now_s)
-        priced = [self._price(facts, place, held.get(place[1], _NOTHING), now_s) for place in places]
+        priced = [self._pricer.local(facts, place, held.get(place[1], _NOTHING), now_s) for place in places]
         offers = [
-            Offer(
-                i,
-                price.total_s,
-                load.requests,
-                cached,
-                self._turn - self._turns.get(holder, -1),
-            )
-            for i, ((_, holder, load), (price, cached, _)) in enumerate(zip(places, priced, strict=True))
+            Offer(i, price.total_s, load.requests, cached, self._turn - self._turns.get(holder, -1))
+            for i, ((_, holder, load), (price, cached)) in enumerate(zip(places, priced, strict=True))
         ]
         best = self._choose(offers, rng)
         ranked = sorted(offers, key=lambda offer: (offer.position != best.position, offer.total_s))[:CONSIDERED]
-        considered = tuple(
-            Candidate(
-                decode=places[offer.position][1],
-                cached_tokens=priced[offer.position][1],
-                cpu_tokens=priced[offer.position][2].cpu_tokens,
-                disk_tokens=priced[offer.position][2].disk_tokens,
-                approximate=priced[offer.position][2].approximate,
-                price=priced[offer.position][0],
-            )
-            for offer in ranked
-        )
+        considered = tuple(_candidate(places[o.position], priced[o.position], held) for o in ranked)
+        decode = places[best.position]
+        pd_reason, choices = self._remote.decide(facts, considered[0], decode, held, available, now_s, rng)
+        if choices:
+            considered = (*(choice.candidate for choice in choices[:_PREFILLS]), *considered)[:CONSIDERED]
         plan = Plan(
             request_id=facts.request_id,
             chosen=considered[0],
             considered=considered,
             policy=self.policy,
-            n_candidates=len(places),
+            n_candidates=len(places) + len(choices),
             reason=_reason(self.policy, considered, facts),
+            pd_reason=pd_reason,
             decided_at_s=now_s,
         )
-        return plan, places[best.position]
+        return _Decision(plan, decode, held.get(decode[1], _NOTHING), choices[0] if choices else None)
 
-    def _places(self, facts: RequestFacts, available: Collection[str] | None) -> list[tuple[Worker, Holder, Load]]:
+    def _places(self, facts: RequestFacts, available: Collection[str] | None) -> list[Place]:
         places = self.fleet.holders(facts.model, (Role.BOTH, Role.DECODE))
         if not places:
             workers = self.fleet.workers.values()
@@ -194,6 +289,7 @@ class Planner:
             if (available is None or place[0].name in available)
             and place[0].name not in facts.excluded
             and (facts.subset is None or place[0].name in facts.subset)
+            and (facts.rank is None or place[1][1] == facts.rank)
         ]
         if not usable:
             raise NoWorker(f"no worker that serves `{facts.model}` can take requests now")
@@ -211,63 +307,6 @@ class Planner:
                     held[holder] = match
         return held
 
-    def _price(
-        self, facts: RequestFacts, place: tuple[Worker, Holder, Load], match: Match, now_s: float
-    ) -> tuple[Price, int, Match]:
-        """(price, tokens the engine can skip, what is held where)."""
-        worker, _, load = place
-        cost = self.cost
-        n = facts.prompt_tokens
-        block_size = worker.block_size() or 16
-        cached = min(match.reach_tokens, (max(n, 1) - 1) // block_size * block_size)
-        gpu = min(match.gpu_tokens, cached)
-        cpu = max(0, min(match.cpu_tokens, cached) - gpu)
-        front_s = cost.front_s(n)
-        comp_s = cost.comp_s(n, cached, worker.weight)
-        stats = worker.fresh_stats(now_s)
-        wait_s = load.prefill_backlog_s(now_s) + self._foreign_wait_s(worker, stats)
-        adm_s = self._admission_s(worker, stats, load, (n - gpu) / block_size)
-        load_s = cost.load_s(cpu, cached - gpu - cpu)
-        harm_s = load.streams * comp_s
-        ttft_s = front_s + wait_s + adm_s + load_s + comp_s
-        price = Price(
-            front_s=front_s,
-            wait_s=wait_s,
-            adm_s=adm_s,
-            load_s=load_s,
-            comp_s=comp_s,
-            ttft_s=ttft_s,
-            stall_s=comp_s,
-            harm_s=harm_s,
-            total_s=ttft_s + harm_s,
-        )
-        return price, cached, match
-
-    def _foreign_wait_s(self, worker: Worker, stats: EngineStats | None) -> float:
-        """Requests that wait in the worker's own queue and are not ours, at its mean prefill time."""
-        if stats is None or stats.waiting is None:
-            return 0.0
-        own = sum(len(load.prefills) for load in worker.loads.values())
-        foreign = stats.waiting - own
-        if foreign <= 0:
-            return 0.0
-        mean_s = self.cost.constants.comp_floor_s / worker.weight
-        if stats.prefill_time_count:
-            mean_s = (stats.prefill_time_sum_s or 0.0) / stats.prefill_time_count
-        return foreign / len(worker.loads) * mean_s
-
-    def _admission_s(self, worker: Worker, stats: EngineStats | None, load: Load, needed_blocks: float) -> float:
-        """Until enough KV blocks are free: what is missing, at the rate at which running answers give theirs back."""
-        if stats is None or stats.kv_usage is None or not stats.kv_blocks:
-            return 0.0
-        used = stats.kv_usage * stats.kv_blocks
-        missing = needed_blocks - (stats.kv_blocks - used)
-        if missing <= 0 or used <= 0:
-            return 0.0
-        streams = max(1.0, stats.running or float(load.streams))
-        answer_s = self.cost.output_tokens(None) * self.cost.step_s(streams, load.kv_tokens, worker.weight)
-        return missing / (used / answer_s)
-
     # ---- how it went -------------------------------------------------------------------------------------------------
 
     def observe(self, request_id: str, outcome: Outcome, now_s: float) -> None:
@@ -277,38 +316,61 @@ class Planner:
             return
         kind = outcome.kind
         if kind is OutcomeKind.FIRST_TOKEN:
-            flight.booking.first_token(now_s)
-            self._confirm(flight)
+            flight.decode.booking.first_token(now_s)
+            if flight.pair is not None:
+                self.pairs.worked(flight.pair)
+                flight.pair = None
+            self._confirm(flight.decode, flight.planned_s)
         elif kind is OutcomeKind.TOKEN:
-            flight.booking.grow(outcome.n_tokens)
+            flight.decode.booking.grow(outcome.n_tokens)
         elif kind is OutcomeKind.CACHED_TOKENS:
             self._correct(flight, outcome.n_tokens)
+        elif kind is OutcomeKind.PREFILL_DONE:
+            self._leave_prefill(flight, now_s, prefilled=True)
+        elif kind is OutcomeKind.PAIR_FAILED:
+            if flight.pair is not None:
+                self.pairs.broke(flight.pair, now_s)
+                flight.pair = None
         elif kind in (OutcomeKind.END, OutcomeKind.ERROR, OutcomeKind.CANCELLED):
             del self._flights[request_id]
-            prefilled = not flight.booking.prefilling or kind is OutcomeKind.END
-            flight.booking.settle(now_s)
-            self._release_blocks(flight, prefilled, now_s)
+            self._leave_prefill(flight, now_s, prefilled=False)
+            self._end_pair(flight)
+            decode = flight.decode
+            prefilled = not decode.booking.prefilling or kind is OutcomeKind.END
+            decode.booking.settle(now_s)
+            self._release_blocks(decode, flight.planned_s, prefilled, now_s)
 
     def in_flight(self) -> int:
         return len(self._flights)
 
-    def _confirm(self, flight: _Flight) -> None:
-        """Give up the assumption when the worker's events have said so themselves."""
-        if flight.keys and flight.worker.publishes_events and self.index.holds(*flight.holder, flight.keys[-1]):
-            self.optimistic.retract(*flight.holder, flight.keys, flight.planned_s)
-            flight.keys = []
+    def _leave_prefill(self, flight: _Flight, now_s: float, *, prefilled: bool) -> None:
+        stay, flight.prefill = flight.prefill, None
+        if stay is not None:
+            stay.booking.settle(now_s)
+            self._release_blocks(stay, flight.planned_s, prefilled, now_s)
 
-    def _release_blocks(self, flight: _Flight, prefilled: bool, now_s: float) -> None:
-        if not flight.keys:
+    def _end_pair(self, flight: _Flight) -> None:
+        pair, flight.pair = flight.pair, None
+        if pair is not None:
+            self.pairs.gave_up(pair)
+
+    def _confirm(self, stay: _Stay, planned_s: float) -> None:
+        """Give up the assumption when the worker's events have said so themselves."""
+        if stay.keys and stay.worker.publishes_events and self.index.holds(*stay.holder, stay.keys[-1]):
+            self.optimistic.retract(*stay.holder, stay.keys, planned_s)
+            stay.keys = []
+
+    def _release_blocks(self, stay: _Stay, planned_s: float, prefilled: bool, now_s: float) -> None:
+        if not stay.keys:
             return
-        if not flight.worker.publishes_events:
+        if not stay.worker.publishes_events:
             if not prefilled:
-                self.approximate.retract(*flight.holder, flight.keys, flight.planned_s)
+                self.approximate.retract(*stay.holder, stay.keys, planned_s)
             return
-        self._confirm(flight)
-        if flight.keys:
+        self._confirm(stay, planned_s)
+        if stay.keys:
             until_s = now_s + EVENT_GRACE_S if prefilled else now_s
-            self._unannounced.append((until_s, flight.holder, flight.keys, flight.planned_s))
+            self._unannounced.append((until_s, stay.holder, stay.keys, planned_s))
 
     def _settle_unannounced(self, now_s: float) -> None:
         for _ in range(len(self._unannounced)):
@@ -319,11 +381,11 @@ class Planner:
                 self._unannounced.append((until_s, holder, keys, planned_s))
 
     def _correct(self, flight: _Flight, cached_tokens: int) -> None:
-        if flight.prompt is None or flight.worker.publishes_events:
+        if flight.prompt is None or flight.decode.worker.publishes_events or flight.plan.remote:
             return
         facts = flight.facts
         self.approximate.correct(
-            *flight.holder, flight.prompt, cached_tokens, flight.planned_s, model=facts.model, lora=facts.lora
+            *flight.decode.holder, flight.prompt, cached_tokens, flight.planned_s, model=facts.model, lora=facts.lora
         )
 
 
@@ -331,6 +393,19 @@ def _prompt(facts: RequestFacts) -> Prompt | None:
     if facts.tokens is None:
         return None
     return Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
+
+
+def _candidate(place: Place, priced: tuple[Price, int], held: Mapping[Holder, Match]) -> Candidate:
+    match = held.get(place[1], _NOTHING)
+    price, cached = priced
+    return Candidate(
+        decode=place[1],
+        cached_tokens=cached,
+        cpu_tokens=match.cpu_tokens,
+        disk_tokens=match.disk_tokens,
+        approximate=match.approximate,
+        price=price,
+    )
 
 
 def _reason(policy: str, considered: tuple[Candidate, ...], facts: RequestFacts) -> str:

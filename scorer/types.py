@@ -32,12 +32,47 @@ class TokenSource(Enum):
     ESTIMATE = "estimate"
 
 
+class PdReason(Enum):
+    """Why a prompt is computed where it is; the closed list of reasons in metrics, headers and explanations."""
+
+    # Local, because the fleet or the request leaves no other way.
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    PAIR_BROKEN = "pair_broken"
+    PAIR_INCOMPATIBLE = "pair_incompatible"
+    UNKNOWN_BLOCK_SIZE = "unknown_block_size"
+    SHORT_PROMPT = "shorter_than_block"
+    N_SEQUENCES = "n_sequences"
+    SEVERAL_PROMPTS = "several_prompts"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ECHO = "echo"
+    BEST_OF = "best_of"
+    BEAM_SEARCH = "beam_search"
+    NOT_GENERATION = "not_generation"
+    NOT_READABLE = "not_readable"
+    STORED_RESPONSE = "stored_response"
+    WOULD_BE_REJECTED = "would_be_rejected"
+    # Local or remote, because a rule says so.
+    POLICY = "policy"
+    THRESHOLD = "threshold"
+    HINT = "hint"
+    NO_HINT = "no_hint"
+    PLAN = "plan"
+    # Local after all: what was tried remotely did not work.
+    PREFILL_FAILED = "prefill_failed"
+    PREFILL_TIMEOUT = "prefill_timeout"
+    NO_PARAMS = "no_params"
+    BAD_PARAMS = "bad_params"
+    LEASE_OVER = "lease_over"
+    KV_LOAD_FAILED = "kv_load_failed"
+    DECODE_FAILED = "decode_failed"
+
+
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision needs to know of one request, and no prompt text.
 
     `tokens` is a uint32 buffer, None when only `prompt_tokens` is estimated; `exact_prefix_tokens` says how far it is
-    exact when it is not to the end (text before the first image). `allow_remote` is False when the request cannot be
-    split over two engines (n > 1, prompt logprobs, ...). `subset` limits the workers, by name.
+    exact when it is not to the end (text before the first image). `keep_local` says why the request must not be split
+    over two engines (n > 1, prompt logprobs, ...). `subset` limits the workers, by name.
     """
 
     request_id: str
@@ -52,7 +87,11 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_output_tokens: int | None = None
     n_sequences: int = 1
     streaming: bool = False
-    allow_remote: bool = True
+    keep_local: PdReason | None = None
+    prefill_hint: tuple[str, ...] = ()
+    """Prefill workers somebody in front of us has chosen, the preferred one first: remote without further questions."""
+    rank: int | None = None
+    """The data-parallel rank of the decode worker, where somebody in front of us has chosen it."""
     priority: int = 0
     tenant: str | None = None
     session: str | None = None
@@ -121,6 +160,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     n_candidates: int
     reason: str
+    pd_reason: PdReason
     decided_at_s: float
 
     @property
@@ -129,9 +169,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeKind(Enum):
-    """What a face reports about a planned request. Every plan ends with exactly one of END, ERROR and CANCELLED."""
+    """What a face reports about a planned request. Every plan ends with exactly one of END, ERROR and CANCELLED.
+
+    PREFILL_DONE: the prefill worker has answered. PAIR_FAILED: its KV did not get to the decode worker.
+    """
 
     PREFILL_DONE = "prefill_done"
+    PAIR_FAILED = "pair_failed"
     FIRST_TOKEN = "first_token"  # noqa: S105
     TOKEN = "token"  # noqa: S105
     CACHED_TOKENS = "cached_tokens"
@@ -176,6 +220,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: float | None = None
     prefill_time_sum_s: float | None = None
     prefill_time_count: float | None = None
+    nixl_bytes: float | None = None
+    """KV fetched from others; None for an engine without NIXL."""
+    nixl_transfer_s: float | None = None
+    nixl_failed: float | None = None
+    nixl_expired: float | None = None
+    """Requests whose KV was held for others until the lease was over."""
     process_start_s: float | None = None
 
 

@@ -126,7 +126,7 @@ class Chunks:
     def role(self, index: int, prompt_ids: Sequence[int]) -> bytes:
         ids = to_json(prompt_ids) if self._job.return_token_ids else b"null"
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
-        return self._head + delta + b'],"prompt_token_ids":' + ids + b"}\n\n"
+        return self._head + delta + b'],"prompt_token_ids":' + ids + b',"prompt_text":null}\n\n'
 
     def text(
         self,

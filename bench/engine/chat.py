@@ -35,6 +35,15 @@ def render(messages: list[Any], tools: list[Any] | None = None, add_generation_p
     return ids
 
 
+def is_text(messages: Any) -> bool:
+    """No message has a part that is not text, so token ids can stand for all of it."""
+    contents = [message.get("content") for message in messages or () if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(
+        isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str)) for part in parts
+    )
+
+
 def content_text(content: Any, number: int) -> str:
     """A message's text: a string, null, or text parts in a row. ValueError for anything a text model does not take."""
     if content is None:

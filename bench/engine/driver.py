@@ -3,12 +3,12 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from bench.engine.events import Event
 from bench.engine.histogram import Latencies
 from bench.engine.model import Engine
-from bench.engine.request import Admitted, FinishReason, Pull, Request, StepResult, Token
+from bench.engine.request import Admitted, FinishReason, Pull, Pulled, Request, StepResult, Token
 
 # Falling this far behind the ideal clock (a busy machine) restarts it, rather than catching up in one burst.
 _MAX_LAG_S: Final = 0.25
@@ -54,6 +54,19 @@ class Stream:
             self.waiter.set_result(None)
 
 
+class Connector(Protocol):
+    """What moves KV between engines."""
+
+    def pull(self, pull: Pull) -> None:
+        """Fetch KV and call `Driver.pull_done` at the end, or never."""
+
+    def finished(self, stream: Stream, num_tokens: int) -> None:
+        """A request that holds its blocks has ended with KV for `num_tokens` tokens."""
+
+    def left(self, request_id: str) -> None:
+        """A request was dropped before its end."""
+
+
 class Driver:
     """Runs an engine in real time. `publish(ts, events)` is called once per step that has events."""
 
@@ -68,9 +81,9 @@ class Driver:
         self._due_s = 0.0
         self._paused = False
         self._loop = asyncio.get_running_loop()
-        # Starts a pull: its duration in seconds and what to call at its end, which tells whether it worked.
-        self.pull: Callable[[Pull], tuple[float, Callable[[], bool]]] = lambda _: (0.0, lambda: True)
+        self.connector: Connector | None = None  # None: every pull works at once
         self.recompute_failed_pulls = False
+        self.dead = False
 
     def submit(self, request: Request) -> Stream:
         """Queue a request; ValueError as from `Engine.add_request`."""
@@ -85,6 +98,8 @@ class Driver:
         stream = self._streams.pop(request_id, None)
         if self.engine.abort(request_id):
             self.finished[reason] += 1
+            if self.connector is not None:
+                self.connector.left(request_id)
         if stream is not None:
             stream.cancelled = True
             stream.wake()
@@ -103,9 +118,14 @@ class Driver:
         elif not paused:
             self._kick()
 
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
     def close(self) -> None:
-        """Stop for good; every open stream ends."""
-        self._paused = True
+        """Stop for good; every open stream ends, and nobody is told."""
+        self._paused = self.dead = True
+        self.connector = None
         if self._timer is not None:
             self._timer.cancel()
         for request_id in list(self._streams):
@@ -143,18 +163,22 @@ class Driver:
                 stream.admitted = admitted
                 stream.scheduled_s = now_s
         for pull in result.pulls:
-            delay_s, finish = self.pull(pull)
-            self._loop.call_later(delay_s, self._pull_done, pull.request_id, finish)
+            if self.connector is not None:
+                self.connector.pull(pull)
+            else:
+                self._loop.call_soon(self.pull_done, pull.request_id, Pulled(ok=True))
+        if self.dead:  # of such a pull
+            return
         self._pending = result
         self._due_s = start_s + result.dt_s
         self._timer = self._loop.call_at(self._due_s, self._tick)
 
-    def _pull_done(self, request_id: str, finish: Callable[[], bool]) -> None:
-        ok = finish()
-        if not ok and not self.recompute_failed_pulls:
+    def pull_done(self, request_id: str, pulled: Pulled) -> None:
+        """A pull has ended; requests that are gone by now are ignored."""
+        if not pulled.ok and not self.recompute_failed_pulls:
             self.cancel(request_id, "error")
             return
-        self.engine.pull_done(request_id, ok)
+        self.engine.pull_done(request_id, pulled.ok, pulled.garbage)
         self._kick()
 
     def _deliver(self, result: StepResult, now_s: float) -> None:
@@ -176,6 +200,8 @@ class Driver:
         if token.finish_reason is not None:
             stream.reason = token.finish_reason
             del self._streams[token.request_id]
+            if stream.request.hold_blocks and self.connector is not None:
+                self.connector.finished(stream, len(stream.request.prompt_token_ids) + token.position)
             self._record(stream, now_s)
         stream.wake()
 

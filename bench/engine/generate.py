@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.engine import answers, tokenizer
 from bench.engine.driver import Driver, Stream
-from bench.engine.protocol import ApiError, Generation
+from bench.engine.protocol import ApiError, EngineDeadError, Generation
 from bench.engine.request import Request
 
 
@@ -58,9 +58,7 @@ class Choice:
 class Run:
     """All sequences of one HTTP request on one engine. Use as a context manager: leaving it frees what still runs."""
 
-    def __init__(
-        self, job: Generation, driver: Driver, entropy: int, engine_id: str, remote_tokens: int, hold: bool, rank: int
-    ):
+    def __init__(self, job: Generation, driver: Driver, entropy: int, suffix: str, remote: bool, hold: bool, rank: int):
         self.job = job
         self.rank = rank
         self.driver = driver
@@ -73,7 +71,7 @@ class Run:
                     index = number * job.n + child
                     draw = job.draw(number, child, entropy)
                     request = Request(
-                        request_id=f"{job.request_id}-{index}-{engine_id}",
+                        request_id=job.engine_request_id(number, child, suffix),
                         prompt_token_ids=prompt,
                         max_tokens=job.max_tokens[number],
                         seed=draw,
@@ -84,7 +82,7 @@ class Run:
                         cache_salt=job.cache_salt,
                         session_id=job.session_id,
                         report_full=job.report_full,
-                        remote_tokens=min(remote_tokens, len(prompt)),
+                        remote_tokens=len(prompt) if remote else 0,
                         hold_blocks=hold,
                     )
                     self.choices.append(Choice(index, prompt, driver.submit(request), job.stops, hold_chars))
@@ -135,7 +133,11 @@ class Run:
         while True:
             ids = await choice.stream.read()
             if not ids:
-                raise ApiError(500, "Internal server error", "InternalServerError")
+                raise (
+                    EngineDeadError
+                    if self.driver.dead
+                    else ApiError(500, "Internal server error", "InternalServerError")
+                )
             ended = choice.stream.reason
             # A slow reader finds several tokens: one delta each, as the engine's steps made them.
             for left, token_id in zip(range(len(ids) - 1, -1, -1), ids, strict=True):
@@ -147,21 +149,32 @@ class Run:
                     return
 
     def cached_tokens(self) -> int:
-        """Of the first sequence of each prompt; what the prefill side had cached replaces it where KV was pulled."""
+        """Of the first sequence of each prompt. What a decode request says the prefill side had cached replaces what
+        was cached or pulled here, whether anything was pulled or not (vLLM's output processor)."""
         params = self.job.kv_transfer_params or {}
-        total = 0
-        for choice in self.choices[:: self.job.n]:
-            admitted = choice.stream.admitted
-            if admitted is not None:
-                total += admitted.cached_tokens
-                if admitted.remote_tokens:
-                    total += int(params.get("remote_prefill_cached_tokens") or 0) - admitted.cached_tokens
-        return total
+        told = params.get("remote_prefill_cached_tokens") if params.get("do_remote_prefill") else None
+        if isinstance(told, int):
+            return told * len(self.job.prompts)
+        return self._present_tokens()
+
+    def _present_tokens(self) -> int:
+        admitted = [choice.stream.admitted for choice in self.choices[:: self.job.n]]
+        return sum(it.cached_tokens + it.remote_tokens for it in admitted if it is not None)
+
+    def created_tokens(self) -> int:
+        """Prompt tokens that were computed into full, cacheable blocks (told by the chat APIs only)."""
+        size = self.driver.engine.config.block_size
+        full = sum(len(it) // size * size for it in self.job.prompts)
+        return max(0, full - self._present_tokens())
 
     def usage(self, details: bool, *, full: bool) -> dict[str, Any]:
         prompt = sum(len(it) for it in self.job.prompts)
         generated = sum(len(choice.ids) for choice in self.choices)
         shown: dict[str, Any] | None = {"cached_tokens": self.cached_tokens()} if details else None
-        if shown is not None and full:
-            shown.update(created_cache_tokens=None, multimodal_tokens=None)
+        if shown is not None:
+            if self.job.is_chat:
+                shown["created_cache_tokens"] = self.created_tokens()
+            if full:
+                shown.setdefault("created_cache_tokens", None)
+                shown["multimodal_tokens"] = None
         return answers.usage(prompt, generated, shown, full=full)

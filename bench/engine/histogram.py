@@ -11,6 +11,10 @@ _ITL_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
 _REQUEST_BOUNDS_S: Final = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
                             240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 
+_NIXL_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_NIXL_BOUNDS_BYTES: Final = tuple(2.0 ** (10 + power) for power in range(1, 25, 2))
+_NIXL_BOUNDS_DESCRIPTORS: Final = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
+
 
 class Histogram:
     """Counts by upper bound, as Prometheus wants them."""
@@ -44,3 +48,13 @@ class Latencies:
     queue: Histogram = field(default_factory=lambda: Histogram(_REQUEST_BOUNDS_S))
     prefill: Histogram = field(default_factory=lambda: Histogram(_REQUEST_BOUNDS_S))
     decode: Histogram = field(default_factory=lambda: Histogram(_REQUEST_BOUNDS_S))
+
+
+@dataclass(slots=True)
+class Transfers:
+    """One entry per finished NIXL pull: seconds, bytes, descriptors."""
+
+    xfer_time: Histogram = field(default_factory=lambda: Histogram(_NIXL_BOUNDS_S[1:]))
+    post_time: Histogram = field(default_factory=lambda: Histogram(_NIXL_BOUNDS_S))
+    bytes: Histogram = field(default_factory=lambda: Histogram(_NIXL_BOUNDS_BYTES))
+    descriptors: Histogram = field(default_factory=lambda: Histogram(_NIXL_BOUNDS_DESCRIPTORS))

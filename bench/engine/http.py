@@ -5,16 +5,19 @@ import socket
 import struct
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from bench.engine import answers, nixl, tokenizer
+from bench.engine import answers, messages, responses, tokenizer
 from bench.engine.answers import json_response
+from bench.engine.frames import Frames, OpenAiFrames
 from bench.engine.generate import Run
 from bench.engine.operations import Operations
-from bench.engine.protocol import ApiError, Generation, Parser, ServedModel, parse_body
+from bench.engine.protocol import ApiError, ApiKind, EngineDeadError, Generation, Parser, ServedModel, parse_body
 from bench.engine.request import mix64
+from bench.engine.seen import Seen
 
 if TYPE_CHECKING:
     from bench.engine.server import FakeVllm
@@ -23,6 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_BODY_BYTES: Final = 256 * 1024 * 1024
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 s: close sends RST
+_ID_PREFIX: Final[dict[ApiKind, str]] = {"completions": "cmpl-", "chat": "chatcmpl-", "messages": "chatcmpl-"}
 
 
 class Api:
@@ -36,11 +40,11 @@ class Api:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
         post = app.router.add_post
-        post("/v1/completions", self._completions)
-        post("/v1/chat/completions", self._chat)
-        post("/v1/messages", self._messages)
+        post("/v1/completions", partial(self._generate, "completions"))
+        post("/v1/chat/completions", partial(self._generate, "chat"))
+        post("/v1/responses", partial(self._generate, "responses"))
+        post("/v1/messages", partial(self._generate, "messages"))
         post("/v1/messages/count_tokens", self._count_tokens)
-        post("/v1/responses", self._responses)
         Operations(self).add_to(app)
         return app
 
@@ -48,28 +52,59 @@ class Api:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        faults = self.server.faults
-        if request.path.startswith(faults.paths):
-            await self.server.until_answering()
-            if faults.reset_rate and self.server.chance() < faults.reset_rate:
-                reset_connection(request)
-                return web.Response()
-            if faults.headers_delay_s:
-                await asyncio.sleep(faults.headers_delay_s)
-            if faults.error_rate and self.server.chance() < faults.error_rate:
-                return self._error(request, ApiError(faults.error_status, "injected fault", "InternalServerError"))
+        server, faults = self.server, self.server.faults
+        seen = Seen(request.path, request.headers, await request.read() if request.can_read_body else b"")
+        if request.method == "POST" and request.path.startswith("/v1/"):
+            server.requests.append(seen)
+        hit = faults.hit(request.path, seen.leg)
+        if hit:
+            refused = await self._refuse(request)
+            if refused is not None:
+                return refused
+        if seen.leg == "prefill" and faults.prefill_delay_s:
+            await asyncio.sleep(faults.prefill_delay_s)
         try:
+            if server.dead and request.method == "POST":
+                raise EngineDeadError
             response = await handler(request)
-        except nixl.EngineDiedError as error:
-            self.server.kill_engine()
-            return self._error(request, error)
         except ApiError as error:
             return self._error(request, error)
         except web.HTTPException as error:
             return self._error(request, ApiError(error.status, error.reason or "error", "Not Found"))
-        if not response.prepared:
-            self._stamp(request, response)
+        if response.prepared:
+            return response
+        if hit and faults.answer is not None:
+            response = web.Response(text=faults.answer, content_type="application/json")
+        self._stamp(request, response)
+        if hit and faults.cut_answers and isinstance(response, web.Response):
+            await self._cut(request, response)
         return response
+
+    async def _refuse(self, request: web.Request) -> web.Response | None:
+        """What the faults do to a request before it is handled."""
+        faults = self.server.faults
+        await self.server.until_answering()
+        if faults.reset_rate and self.server.chance() < faults.reset_rate:
+            reset_connection(request)
+            return web.Response()
+        if faults.headers_delay_s:
+            await asyncio.sleep(faults.headers_delay_s)
+        refused = faults.error_rate > 0 and self.server.chance() < faults.error_rate
+        if faults.fail_first > 0:
+            faults.fail_first -= 1
+            refused = True
+        if not refused:
+            return None
+        return self._error(request, ApiError(faults.error_status, "injected fault", "InternalServerError"))
+
+    async def _cut(self, request: web.Request, response: web.Response) -> None:
+        """Send the head and half of the body, then close."""
+        body = response.body if isinstance(response.body, bytes) else b""
+        half = web.StreamResponse(status=response.status, headers=response.headers)
+        half.content_length = len(body)
+        await half.prepare(request)
+        await half.write(body[: len(body) // 2])
+        abort_connection(request)
 
     def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "uvicorn"
@@ -77,52 +112,51 @@ class Api:
             response.headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid.uuid4().hex
 
     def _error(self, request: web.Request, error: ApiError) -> web.Response:
-        response = json_response(error.body, error.status)
+        # A body that is no valid request is refused before the Anthropic handler can put it into its own words.
+        own = request.path.startswith("/v1/messages") and error.body["error"]["type"] != "Bad Request"
+        response = json_response(messages.error_body(error) if own else error.body, error.status)
         self._stamp(request, response)
         return response
 
     # --- generation -------------------------------------------------------------------------------------------------
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, is_chat=False)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, is_chat=True)
-
-    async def _generate(self, request: web.Request, is_chat: bool) -> web.StreamResponse:
+    async def _generate(self, api: ApiKind, request: web.Request) -> web.StreamResponse:
         body = await self.body(request)
         try:
-            job = self._job(request, body, is_chat)
+            job = self._job(request, api, body)
             with self._start(request, job) as run:
-                return await (self._stream(request, run) if job.stream else self._whole(run))
-        except nixl.EngineDiedError:
+                return await (self._stream(request, run, body) if job.stream else self._whole(run, body))
+        except EngineDeadError:
             raise
-        except ApiError:
+        except ApiError as error:
             params = body.get("kv_transfer_params")
-            if self.server.config.kv_connector and isinstance(params, dict) and params.get("do_remote_prefill"):
-                nixl.notify(params)  # a rejected decode releases the prefill server's blocks
+            wants = isinstance(params, dict) and params.get("do_remote_prefill")
+            if self.server.nixl and wants and error.body["error"]["type"] != "Bad Request":
+                self.server.nixl[0].reject(params or {})  # a rejected decode releases the prefill server's blocks
             raise
 
-    def _job(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> Generation:
+    def _job(self, request: web.Request, api: ApiKind, body: dict[str, Any]) -> Generation:
         model = self.model(body.get("model"))
-        wanted = request.headers.get("X-Request-Id") or body.get("request_id") or uuid.uuid4().hex[:16]
-        rid = f"{'chatcmpl' if is_chat else 'cmpl'}-{wanted}"
-        parse = self.parser.chat if is_chat else self.parser.completion
-        return parse(body, request.headers, model, rid)
+        if api == "responses":  # the one API that does not name itself after the header
+            rid = str(body.get("request_id") or f"resp_{uuid.uuid4().hex[:16]}")
+            body = responses.chat_body(body)
+        else:
+            wanted = request.headers.get("X-Request-Id") or body.get("request_id") or uuid.uuid4().hex[:16]
+            rid = f"{_ID_PREFIX[api]}{wanted}"
+        if api == "completions":
+            return self.parser.completion(body, request.headers, model, rid)
+        if api == "messages":
+            body = messages.chat_body(body)
+        return self.parser.chat(api, body, request.headers, model, rid)
 
     def _start(self, request: web.Request, job: Generation) -> Run:
         server = self.server
         rank = self._rank(request)
-        driver = server.drivers[rank]
-        params = job.kv_transfer_params if server.config.kv_connector else None
-        remote = 0
-        if params and params.get("do_remote_prefill"):
-            remote = nixl.remote_tokens(params, len(job.prompts[0]), server.config.engine.block_size)
-        hold = bool(params and params.get("do_remote_decode"))
-        run = Run(job, driver, server.entropy(), uuid.uuid4().hex[:8], remote, hold, rank)
-        if params and remote:
-            for choice in run.choices:
-                server.nixl[rank].expect(choice.stream.request.request_id, params)
+        params = (job.kv_transfer_params if server.nixl else None) or {}
+        remote, hold = bool(params.get("do_remote_prefill")), bool(params.get("do_remote_decode"))
+        run = Run(job, server.drivers[rank], server.entropy(), uuid.uuid4().hex[:8], remote, hold, rank)
+        for choice in run.choices if remote else ():
+            server.nixl[rank].expect(choice.stream.request, params)
         return run
 
     def _rank(self, request: web.Request) -> int:
@@ -138,165 +172,79 @@ class Api:
             raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, {size}).")
         return rank
 
-    async def _whole(self, run: Run) -> web.Response:
+    def _offered(self, run: Run) -> dict[str, Any] | None:
+        """A prefill's `kv_transfer_params`: of the first prompt's last sample; the others' blocks stay pinned until
+        their lease ends, as in vLLM."""
+        if not self.server.nixl:
+            return None
+        offer = self.server.nixl[run.rank].offer(run.choices[run.job.n - 1].stream.request.request_id)
+        return self.server.faults.tampered(offer)
+
+    async def _whole(self, run: Run, body: dict[str, Any]) -> web.Response:
         async for _ in run.deltas():
             pass
         job, server = run.job, self.server
-        usage = run.usage(server.config.prompt_tokens_details, full=True)
-        params = None
+        offered = self._offered(run)
+        details = server.config.prompt_tokens_details
+        if job.api == "responses":
+            return json_response(responses.answer(run, body, offered))
+        if job.api == "messages":
+            return json_response(messages.answer(run, offered, details=details))
         choices: list[dict[str, Any]] = []
         for choice in run.choices:
             if job.is_chat:
-                body = answers.chat_choice(job, choice.index, choice.text, choice.ids, choice.reason, choice.stop)
+                shown = answers.chat_choice(job, choice.index, choice.text, choice.ids, choice.reason, choice.stop)
             else:
                 text = tokenizer.decode(choice.prompt) + choice.text if job.echo else choice.text
-                body = answers.completion_choice(
+                shown = answers.completion_choice(
                     job, choice.index, text, choice.ids, choice.prompt, choice.reason, choice.stop
                 )
-            choices.append(body)
-            if choice.stream.request.hold_blocks:
-                # Only one of several is named; the others stay pinned until their lease ends, as in vLLM.
-                offered = server.nixl[run.rank].offer(
-                    choice.stream.request.request_id, len(choice.prompt), run.cached_tokens()
-                )
-                params = params or offered
+            choices.append(shown)
         build = answers.chat_completion if job.is_chat else answers.completion
-        return json_response(build(job, run.created, server.fingerprint, choices, usage, params))
+        usage = run.usage(details, full=True)
+        return json_response(build(job, run.created, server.fingerprint, choices, usage, offered))
 
-    async def _stream(self, request: web.Request, run: Run) -> web.StreamResponse:
-        job, server = run.job, self.server
+    def _frames(self, run: Run, body: dict[str, Any]) -> Frames:
+        details = self.server.config.prompt_tokens_details
+        if run.job.api == "responses":
+            return responses.ResponsesFrames(run, body, lambda: self._offered(run))
+        if run.job.api == "messages":
+            return messages.MessagesFrames(run, details=details)
+        return OpenAiFrames(run, details, self.server.fingerprint)
+
+    async def _stream(self, request: web.Request, run: Run, body: dict[str, Any]) -> web.StreamResponse:
+        server = self.server
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         self._stamp(request, response)
         writer = await response.prepare(request)
         if writer is not None:
             writer.send_headers()  # vLLM's headers leave before the first token
-        chunks = answers.Chunks(job, run.created, server.fingerprint)
-        begun: set[int] = set()
-        open_choices = len(run.choices)
+        frames = self._frames(run, body)
+        await response.write(frames.begin())
         sent = 0
         try:
             async for delta in run.deltas():
-                choice = run.choices[delta.index]
-                frames = b""
-                text = delta.text
-                if delta.index not in begun:
-                    begun.add(delta.index)
-                    if job.is_chat:
-                        frames = chunks.role(delta.index, choice.prompt)
-                    elif job.echo:
-                        text = tokenizer.decode(choice.prompt) + text
-                open_choices -= delta.reason is not None
-                frames += chunks.text(
-                    delta.index,
-                    text,
-                    delta.ids,
-                    prompt_ids=choice.prompt if len(choice.ids) == 1 else None,
-                    reason=delta.reason,
-                    stop=delta.stop,
-                    usage_body=run.usage(False, full=False) if job.continuous_usage else None,
-                    last=open_choices == 0 and not job.include_usage,
-                )
                 await server.until_answering()
-                await response.write(frames)
+                await response.write(frames.delta(delta))
                 sent += 1
                 if server.faults.die_after_chunks is not None and sent >= server.faults.die_after_chunks:
                     abort_connection(request)
                     return response
         except ApiError as error:
-            await response.write(chunks.error(str(error)))
+            last = frames.failed(error)
+            if last is None:
+                abort_connection(request)
+                return response
         else:
-            if job.include_usage:
-                details = server.config.prompt_tokens_details
-                await response.write(chunks.usage(run.usage(details, full=False)))
-        await response.write(answers.DONE)
+            last = frames.end()
+        await response.write(last)
         await response.write_eof()
         return response
 
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        body = await self.body(request)
-        job = self._anthropic(request, body)
-        with self._start(request, job) as run:
-            await self._whole(run)
-            choice = run.choices[0]
-            cached = run.cached_tokens()
-            return json_response(
-                {
-                    "id": job.request_id,
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [{"type": "text", "text": choice.text}],
-                    "model": job.model.name,
-                    "stop_reason": "max_tokens" if choice.reason == "length" else "end_turn",
-                    "usage": {
-                        "input_tokens": len(choice.prompt) - cached,
-                        "output_tokens": len(choice.ids),
-                        "cache_creation_input_tokens": 0,
-                        "cache_read_input_tokens": cached,
-                    },
-                }
-            )
-
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        count = len(self._anthropic(request, await self.body(request)).prompts[0])
+        job = self._job(request, "messages", await self.body(request))
+        count = len(job.prompts[0])
         return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
-
-    def _anthropic(self, request: web.Request, body: dict[str, Any]) -> Generation:
-        self._no_stream(body)
-        messages = body.get("messages")
-        system = body.get("system")
-        if system and isinstance(messages, list):
-            messages = [{"role": "system", "content": system}, *messages]
-        return self._job(request, {**body, "messages": messages}, is_chat=True)
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        body = await self.body(request)
-        self._no_stream(body)
-        given = body.get("input")
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        if body.get("instructions") and isinstance(messages, list):
-            messages = [{"role": "system", "content": body["instructions"]}, *messages]
-        limit = body.get("max_output_tokens")
-        job = self._job(request, {**body, "messages": messages, "max_tokens": limit}, is_chat=True)
-        rid = job.request_id.removeprefix("chatcmpl-")
-        with self._start(request, job) as run:
-            await self._whole(run)
-            choice = run.choices[0]
-            cut = choice.reason == "length"
-            content: list[dict[str, Any]] = [
-                {"annotations": [], "text": choice.text, "type": "output_text", "logprobs": None}
-            ]
-            message = {
-                "id": f"msg_{rid}",
-                "content": content,
-                "role": "assistant",
-                "status": "completed",
-                "type": "message",
-            }
-            return json_response(
-                {
-                    "id": f"resp_{rid}",
-                    "created_at": run.created,
-                    "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-                    "instructions": body.get("instructions"),
-                    "model": job.model.name,
-                    "object": "response",
-                    "output": [message],
-                    "max_output_tokens": limit,
-                    "status": "incomplete" if cut else "completed",
-                    "usage": {
-                        "input_tokens": len(choice.prompt),
-                        "input_tokens_details": {"cached_tokens": run.cached_tokens()},
-                        "output_tokens": len(choice.ids),
-                        "output_tokens_details": {"reasoning_tokens": 0},
-                        "total_tokens": len(choice.prompt) + len(choice.ids),
-                    },
-                }
-            )
-
-    @staticmethod
-    def _no_stream(body: dict[str, Any]) -> None:
-        if body.get("stream") is True:
-            raise ApiError(501, "this fake does not stream here", "NotImplementedError", "stream")
 
     def model(self, name: Any) -> ServedModel:
         models = self.server.models

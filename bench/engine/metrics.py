@@ -1,6 +1,7 @@
 """`/metrics`: vLLM's names and labels, read from the engines at scrape time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -10,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from bench.engine.config import FakeVllmConfig
 from bench.engine.driver import Driver
-from bench.engine.histogram import Histogram, Latencies
+from bench.engine.histogram import Histogram, Latencies, Transfers
 from bench.engine.nixl import NixlSide
 from bench.engine.request import EngineStats
 
@@ -28,7 +29,7 @@ _COUNTERS: Final[tuple[tuple[str, str, Callable[[EngineStats], int]], ...]] = (
     ("external_prefix_cache_hits", "External prefix cache hits, in tokens.", lambda it: it.external_hits),
     ("num_preemptions", "Cumulative number of preemption from the engine.", lambda it: it.preemptions),
     ("prompt_tokens", "Number of prefill tokens processed.", lambda it: it.prompt_tokens),
-    ("prompt_tokens_cached", "Cached prompt tokens.", lambda it: it.prefix_hits + it.external_hits),
+    ("prompt_tokens_cached", "Cached prompt tokens.", lambda it: it.cached_prompt_tokens + it.pulled_tokens),
     ("generation_tokens", "Number of generation tokens processed.", lambda it: it.generated_tokens),
 )
 _HISTOGRAMS: Final[tuple[tuple[str, str, Callable[[Latencies], Histogram]], ...]] = (
@@ -43,8 +44,17 @@ _HISTOGRAMS: Final[tuple[tuple[str, str, Callable[[Latencies], Histogram]], ...]
 
 _NIXL_COUNTERS: Final = (
     ("nixl_num_failed_transfers", "Number of failed NIXL KV transfers.", "failed"),
+    ("nixl_num_failed_notifications", "Number of failed NIXL KV notifications.", "failed_notifications"),
     ("nixl_num_kv_expired_reqs", "Number of requests whose KV expired before it was read.", "expired"),
     ("nixl_num_notifications_after_expiry", "Notifications that came after the KV had expired.", "late"),
+)
+
+
+_NIXL_HISTOGRAMS: Final[tuple[tuple[str, str, Callable[[Transfers], Histogram]], ...]] = (
+    ("nixl_xfer_time_seconds", "Histogram of transfer duration for NIXL KV Cache transfers.", lambda it: it.xfer_time),
+    ("nixl_post_time_seconds", "Histogram of transfer post time for NIXL KV transfers.", lambda it: it.post_time),
+    ("nixl_bytes_transferred", "Histogram of bytes transferred per NIXL KV Cache transfers.", lambda it: it.bytes),
+    ("nixl_num_descriptors", "Histogram of number of descriptors per NIXL transfer.", lambda it: it.descriptors),
 )
 
 
@@ -70,6 +80,8 @@ class _VllmCollector(Collector):
         start.add_metric([], self._started)
         yield start
         stats = [driver.engine.stats() for driver in self._drivers]
+        if not self._sides:  # only a connector is asked for what is missing
+            stats = [replace(it, external_queries=0) for it in stats]
         for name, text, value in _GAUGES:
             yield self._gauge(name, text, [[([], value(it))] for it in stats], [])
         reasons = [
@@ -84,29 +96,42 @@ class _VllmCollector(Collector):
             yield self._counter(name, text, [[([], count(it))] for it in stats], [])
         sources = [
             [
-                (["local_compute"], it.prompt_tokens - it.prefix_hits - it.external_hits),
-                (["local_cache_hit"], it.prefix_hits),
-                (["external_kv_transfer"], it.external_hits),
+                (["local_compute"], it.prompt_tokens - it.cached_prompt_tokens - it.pulled_tokens),
+                (["local_cache_hit"], it.cached_prompt_tokens),
+                (["external_kv_transfer"], it.pulled_tokens),
             ]
             for it in stats
         ]
         yield self._counter("prompt_tokens_by_source", "Number of prompt tokens by source.", sources, ["source"])
-        tiers = [
-            [(["device"], it.prefix_hits), (["host"], 0), (["p2p"], it.external_hits), (["disk"], 0)] for it in stats
-        ]
+        unused = [([name], 0) for name in ("host", "disk", "external_unspecified")]
+        tiers = [[(["device"], it.prefix_hits), (["p2p"], it.external_hits), *unused] for it in stats]
         yield self._counter("prompt_tokens_cached_by_source", "Prefix-cache hit tokens by tier.", tiers, ["source"])
         ends = [[([reason], count) for reason, count in driver.finished.items()] for driver in self._drivers]
         yield self._counter("request_success", "Count of successfully processed requests.", ends, ["finished_reason"])
         if self._sides:
-            for name, pull_text, attribute in _NIXL_COUNTERS:
-                yield self._counter(name, pull_text, [[([], getattr(side, attribute))] for side in self._sides], [])
+            yield from self._nixl(stats)
         for name, text, pick in _HISTOGRAMS:
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=["engine", "model_name"])
-            for rank, driver in enumerate(self._drivers):
-                histogram = pick(driver.latencies)
-                family.add_metric([str(rank), self._config.model], histogram.buckets(), histogram.total)
-            yield family
+            yield self._histogram(name, text, [pick(driver.latencies) for driver in self._drivers])
         yield self._cache_config()
+
+    def _nixl(self, stats: Sequence[EngineStats]) -> Iterator[Metric]:
+        for name, text, attribute in _NIXL_COUNTERS:
+            yield self._counter(name, text, [[([], getattr(side, attribute))] for side in self._sides], [])
+        for name, text, pick in _NIXL_HISTOGRAMS:
+            yield self._histogram(name, text, [pick(side.transfers) for side in self._sides])
+        if self._config.kv_role != "kv_producer":
+            stages = [
+                [(["waiting_to_start"], 0.0), (["in_progress"], it.waiting_remote), (["completed_waiting"], 0.0)]
+                for it in stats
+            ]
+            text = "Number of waiting requests by async KV load stage."
+            yield self._gauge("num_requests_kv_fetch_by_stage", text, stages, ["stage"])
+
+    def _histogram(self, name: str, text: str, ranks: Iterable[Histogram]) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=["engine", "model_name"])
+        for rank, histogram in enumerate(ranks):
+            family.add_metric([str(rank), self._config.model], histogram.buckets(), histogram.total)
+        return family
 
     def _gauge(self, name: str, text: str, rows: Iterable[list[tuple[list[str], float]]], labels: list[str]) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=["engine", "model_name", *labels])

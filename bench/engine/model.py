@@ -60,7 +60,8 @@ class Engine:
         self._first_id, last_id = config.generated_ids
         self._num_ids = last_id - self._first_id
         self._prefix_queries = self._prefix_hits = self._external_queries = self._external_hits = 0
-        self._prompt_tokens = self._computed_prompt_tokens = self._generated_tokens = 0
+        self._prompt_tokens = self._cached_prompt_tokens = self._pulled_tokens = 0
+        self._computed_prompt_tokens = self._generated_tokens = 0
         self._preemptions = self._steps = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -114,14 +115,20 @@ class Engine:
         """The physical blocks a finished request still pins; empty if none."""
         return list(self._held.get(request_id, ()))
 
-    def pull_done(self, request_id: str, ok: bool = True) -> None:
-        """The KV asked for by a `Pull` arrived, or failed and is to be computed here. Unknown ids are ignored."""
+    def pull_done(self, request_id: str, ok: bool = True, garbage: int = 0) -> None:
+        """The KV asked for by a `Pull` arrived, or failed and is to be computed here. Unknown ids are ignored.
+
+        KV that is not the prompt's (`garbage`) is taken and cached like any other: it spoils every answer built on it.
+        """
         seq = self._pulling.pop(request_id, None)
         if seq is None:
             return
         remote, seq.remote = seq.remote, 0
         if ok:
-            self._external_hits += remote - seq.num_computed
+            if garbage:
+                self.pool.spoil(seq.blocks[seq.num_computed // self.config.block_size :], garbage)
+                seq.garbage = self.pool.garbage(seq.blocks)
+            self._count_prompt(seq, remote - seq.num_computed)
             self._cache(seq, remote, self._unsent)
             seq.num_computed = min(remote, seq.num_tokens - 1)
             self._pulled.append(seq)
@@ -175,12 +182,15 @@ class Engine:
             waiting_remote=len(self._pulling),
             incoming=len(self._incoming),
             held=len(self._held),
+            held_blocks=len({block for blocks in self._held.values() for block in blocks}),
             kv_usage=self.pool.num_used / self.pool.num_usable,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             external_queries=self._external_queries,
             external_hits=self._external_hits,
             prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
+            pulled_tokens=self._pulled_tokens,
             computed_prompt_tokens=self._computed_prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
@@ -266,22 +276,31 @@ class Engine:
         seq.num_computed = len(hits) * self.config.block_size
         if request.report_full and hits:
             out.events.append(self._stored(seq, 0, len(hits)))
+        seq.garbage = self.pool.garbage(hits)
+        remote = max(0, seq.remote - seq.num_computed)
+        if not seq.counted and not remote:
+            self._count_prompt(seq, 0)
         if seq.seen:
             return
         seq.seen = True
-        self._prompt_tokens += seq.prompt_len
         self._prefix_queries += seq.prompt_len
         self._prefix_hits += seq.num_computed
-        remote = max(0, seq.remote - seq.num_computed)
-        self._external_queries += remote
+        self._external_queries += seq.prompt_len - seq.num_computed
+        self._external_hits += remote
         out.admitted.append(Admitted(request.request_id, seq.num_computed, remote, now_s - seq.arrival_s))
+
+    def _count_prompt(self, seq: Sequence, pulled: int) -> None:
+        seq.counted = True
+        self._prompt_tokens += seq.prompt_len
+        self._cached_prompt_tokens += seq.num_computed
+        self._pulled_tokens += pulled
 
     def _start_pull(self, seq: Sequence, out: StepResult) -> None:
         request_id = seq.request.request_id
         count = math.ceil(seq.num_tokens / self.config.block_size) - len(seq.blocks)
         self._take(seq, count, out.events)
         self._pulling[request_id] = seq
-        out.pulls.append(Pull(request_id, seq.remote - seq.num_computed, count))
+        out.pulls.append(Pull(request_id, seq.remote - seq.num_computed, tuple(seq.blocks[-count:])))
 
     def _grow(self, seq: Sequence, num_tokens: int, events: list[Event]) -> bool:
         """Own the blocks for `num_tokens` tokens and make the full ones findable."""
@@ -309,6 +328,8 @@ class Engine:
         seq.hash_full_blocks(self.config.block_size)
         for index in range(first, last):
             self.pool.cache(seq.blocks[index], seq.hashes[index])
+        if seq.garbage:
+            self.pool.spoil(seq.blocks[first:last], seq.garbage)
         seq.num_cached = last
         events.append(self._stored(seq, first, last))
 
@@ -351,7 +372,7 @@ class Engine:
     def _sample(self, seq: Sequence, out: StepResult) -> bool:
         request = seq.request
         index = len(seq.output)
-        token_id = self._first_id + mix64(seq.draw + index) % self._num_ids
+        token_id = self._first_id + mix64((seq.draw ^ seq.garbage) + index) % self._num_ids
         seq.output.append(token_id)
         self._generated_tokens += 1
         reason: FinishReason | None = None

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from bench.engine import answers, metrics, tokenizer
+from bench.engine import answers, metrics, server_info, tokenizer
 from bench.engine.answers import json_response
 from bench.engine.protocol import ApiError, invalid
 
@@ -33,6 +33,7 @@ class Operations:
         get("/metrics", self._metrics)
         get("/kv_event_sources", self._event_sources)
         if self._api.server.config.dev_mode:
+            get("/server_info", self._server_info)
             post("/reset_prefix_cache", self._reset_prefix_cache)
             post("/sleep", self._sleep)
             post("/wake_up", self._wake_up)
@@ -103,6 +104,9 @@ class Operations:
 
     async def _event_sources(self, _: web.Request) -> web.Response:
         return json_response(self._api.server.event_sources())
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return json_response(server_info.answer(self._api.server, request.query.get("config_format", "text")))
 
     async def _reset_prefix_cache(self, _: web.Request) -> web.Response:
         self._api.server.reset_prefix_cache()

@@ -5,10 +5,15 @@ free block keeps its hash and can be hit until it is handed out again. Requests 
 chain is evicted from its tail; a block without a hash goes to the head of the queue, as nothing is lost by reusing it.
 Two requests that fill the same block at the same time own two physical copies with one hash.
 Block 0 is the null block and is never handed out: `num_blocks - 1` are usable.
+
+There is no KV, so two marks stand for it: `generation` counts how often a block was handed out (a reader that comes too
+late finds another one), and garbage marks a block whose KV is not that of its tokens, until it is handed out again.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+
+from bench.engine.request import mix64
 
 
 class BlockPool:
@@ -23,6 +28,8 @@ class BlockPool:
         self._hash: list[int | None] = [None] * num_blocks
         self._holder: dict[int, int] = {}  # hash -> the block a hit takes
         self._copies: dict[int, list[int]] = {}  # hash -> further blocks with that hash
+        self._garbage: dict[int, int] = {}  # block -> a number that stands for the wrong KV in it
+        self.generation = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -67,7 +74,11 @@ class BlockPool:
                 self._forget(block, block_hash)
                 evicted.append(block_hash)
             self._refs[block] = 1
+            self.generation[block] += 1
             blocks.append(block)
+        if self._garbage:
+            for block in blocks:
+                self._garbage.pop(block, None)
         return blocks, evicted
 
     def cache(self, block: int, block_hash: int) -> None:
@@ -75,6 +86,20 @@ class BlockPool:
         self._hash[block] = block_hash
         if self._holder.setdefault(block_hash, block) != block:
             self._copies.setdefault(block_hash, []).append(block)
+
+    def spoil(self, blocks: Iterable[int], garbage: int) -> None:
+        """Put wrong KV into blocks in use; `garbage` is any number but 0."""
+        self._garbage.update(dict.fromkeys(blocks, garbage))
+
+    def garbage(self, blocks: Iterable[int]) -> int:
+        """What the wrong KV among `blocks` amounts to; 0 if all of it is right."""
+        if not self._garbage:
+            return 0
+        found = 0
+        for block in blocks:
+            if block in self._garbage:
+                found = mix64(found ^ self._garbage[block])
+        return found
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference on each of a request's blocks, given in prompt order."""

@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import xxhash
@@ -14,6 +14,8 @@ from bench.engine.request import mix64
 
 _COMPLETION_DEFAULT_TOKENS: Final = 16  # the OpenAI API's default, kept by vLLM
 _CHAT_MEAN_TOKENS: Final = 64.0
+
+ApiKind = Literal["completions", "chat", "responses", "messages"]
 
 
 class ApiError(Exception):
@@ -26,6 +28,14 @@ class ApiError(Exception):
         self.status = status
         self.headers = headers
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+class EngineDeadError(ApiError):
+    """The engine core is gone; every request gets this until the process is started anew."""
+
+    def __init__(self) -> None:
+        message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        super().__init__(500, message, "InternalServerError")
 
 
 def invalid(kind: str, param: str, message: str, value: Any) -> ApiError:
@@ -65,7 +75,7 @@ class ServedModel:
 class Generation:
     """One request for text: `len(prompts) * n` sequences. `max_tokens` holds one limit per prompt."""
 
-    is_chat: bool
+    api: ApiKind
     request_id: str
     model: ServedModel
     prompts: list[list[int]]
@@ -85,6 +95,16 @@ class Generation:
     session_id: str | None = None
     report_full: bool = False
     kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return self.api != "completions"
+
+    def engine_request_id(self, prompt_index: int, child: int, suffix: str) -> str:
+        """The sequence's id inside the engine, as it shows in `remote_request_id`; `suffix` is 8 hex digits."""
+        inner = {"completions": f"-{prompt_index}", "responses": "_0"}.get(self.api, "")
+        parent = f"{self.request_id}{inner}-{suffix}"
+        return f"{child}_{parent}" if self.n > 1 else parent
 
     def draw(self, prompt_index: int, child: int, entropy: int) -> int:
         """The sequence's seed: from the prompt alone when sampling is greedy or seeded, else from `entropy`."""
@@ -113,14 +133,27 @@ class Parser:
     def completion(self, body: dict[str, Any], headers: Mapping[str, str], model: ServedModel, rid: str) -> Generation:
         prompts = self._completion_prompts(body.get("prompt"))
         limit = _integer(body, "max_tokens", _COMPLETION_DEFAULT_TOKENS, least=1)
-        return self._generation(False, body, headers, model, rid, prompts, limit)
+        return self._generation("completions", body, headers, model, rid, prompts, limit)
 
-    def chat(self, body: dict[str, Any], headers: Mapping[str, str], model: ServedModel, rid: str) -> Generation:
-        params = body.get("kv_transfer_params")
-        ready = params.get("prompt_token_ids") if isinstance(params, dict) else None
-        prompt = self._ids(ready, "kv_transfer_params") if ready else self.chat_prompt(body)
+    def chat(
+        self, api: ApiKind, body: dict[str, Any], headers: Mapping[str, str], model: ServedModel, rid: str
+    ) -> Generation:
+        """Also for responses and messages, whose bodies were turned into a chat's."""
+        prompt = self._forwarded_ids(body) or self.chat_prompt(body)
         limit = _integer(body, "max_completion_tokens", None, least=1) or _integer(body, "max_tokens", None, least=1)
-        return self._generation(True, body, headers, model, rid, [prompt], limit)
+        return self._generation(api, body, headers, model, rid, [prompt], limit)
+
+    def _forwarded_ids(self, body: dict[str, Any]) -> list[int] | None:
+        """`kv_transfer_params.prompt_token_ids`: ids of the prefill instead of rendered messages, if all text."""
+        params = body.get("kv_transfer_params")
+        ids = params.get("prompt_token_ids") if isinstance(params, dict) else None
+        if ids is None or body.get("echo") is True or not chat.is_text(body.get("messages")):
+            return None
+        where = "kv_transfer_params.prompt_token_ids"
+        if not isinstance(ids, list) or not ids or any(type(it) is not int or it < 0 for it in ids):
+            message = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
+            raise ApiError(400, f"{message} (parameter={where})", param=where)
+        return self._ids(ids, where)
 
     def chat_prompt(self, body: dict[str, Any]) -> list[int]:
         messages = body.get("messages")
@@ -154,7 +187,7 @@ class Parser:
 
     def _generation(
         self,
-        is_chat: bool,
+        api: ApiKind,
         body: dict[str, Any],
         headers: Mapping[str, str],
         model: ServedModel,
@@ -181,7 +214,7 @@ class Parser:
             raise ApiError(400, "Stream options can only be defined when `stream=True`.", param="stream_options")
         mean = self._mean if self._mean is not None or limit is not None else _CHAT_MEAN_TOKENS
         generation = Generation(
-            is_chat=is_chat,
+            api=api,
             request_id=rid,
             model=model,
             prompts=prompts,

@@ -95,11 +95,22 @@ class Admitted(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """KV to fetch from another engine; answer with `Engine.pull_done`."""
+    """KV to fetch from another engine into `blocks`; answer with `Engine.pull_done`."""
 
     request_id: str
     num_tokens: int
-    num_blocks: int
+    blocks: tuple[int, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+
+class Pulled(NamedTuple):
+    """How a `Pull` ended. `garbage`, if not 0, stands for KV that is not that of the prompt's tokens."""
+
+    ok: bool
+    garbage: int = 0
 
 
 @dataclass(slots=True)
@@ -122,19 +133,26 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot: gauges first, then counters since the start. Prefix figures are in tokens, as in vLLM."""
+    """A snapshot: gauges first, then counters since the start. Prefix figures are in tokens, as in vLLM.
+
+    `external_hits` is what was to be pulled, failures included; `pulled_tokens` is what arrived. A prompt counts once
+    it is known where its tokens come from: `prompt_tokens` is the sum of the computed, the locally cached, the pulled.
+    """
 
     running: int
     waiting: int
     waiting_remote: int
     incoming: int
     held: int
+    held_blocks: int
     kv_usage: float
     prefix_queries: int
     prefix_hits: int
     external_queries: int
     external_hits: int
     prompt_tokens: int
+    cached_prompt_tokens: int
+    pulled_tokens: int
     computed_prompt_tokens: int
     generated_tokens: int
     preemptions: int

@@ -13,7 +13,9 @@ class Sequence:
     __slots__ = (
         "arrival_s",
         "blocks",
+        "counted",
         "draw",
+        "garbage",
         "hashes",
         "num_cached",
         "num_computed",
@@ -37,7 +39,9 @@ class Sequence:
         self.num_cached = 0  # blocks of ours that are findable
         self.draw = mix64(request.seed)
         self.remote = request.remote_tokens  # leading tokens still to be pulled
+        self.garbage = 0  # wrong KV under it (`BlockPool.garbage`): its tokens are others
         self.seen = False  # admitted before (a resumed request is not counted again)
+        self.counted = False  # among the prompt tokens by source
 
     @property
     def num_tokens(self) -> int:

@@ -7,10 +7,12 @@ From a shell: ``python -m bench.engine.server --port 0``; the first line on stdo
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -26,10 +28,12 @@ from bench.engine.model import Engine
 from bench.engine.nixl import NixlSide
 from bench.engine.protocol import ServedModel
 from bench.engine.publisher import Publisher, for_rank
-from bench.engine.request import EngineConfig
+from bench.engine.request import EngineConfig, EngineStats
+from bench.engine.seen import Seen
 
 _PORT_ATTEMPTS: Final = 50
 _START_APART_S: Final = 0.05  # start times are told to 10 ms; no real process comes up again so soon
+_nixl_ports: Final = itertools.count(5600)  # vLLM's default side channel port, then one for each rank of a process
 
 
 class FakeVllm:
@@ -43,6 +47,11 @@ class FakeVllm:
         self.drivers: list[Driver] = []
         self.publishers: list[Publisher] = []
         self.nixl: list[NixlSide] = []
+        self.requests: deque[Seen] = deque(maxlen=self.config.record_requests)
+        ranks = range(self.config.data_parallel_size)
+        self.nixl_ports = [
+            self.config.nixl_port + rank if self.config.nixl_port else next(_nixl_ports) for rank in ranks
+        ]
         self.started = 0.0
         self.sleep_level: int | None = None
         self.dead = False
@@ -115,6 +124,9 @@ class FakeVllm:
         await self._open_publishers()
         publish = [self._publish(rank) for rank in range(config.data_parallel_size)]
         self.drivers = [Driver(Engine(config.engine), each) for each in publish]
+        if config.kv_connector:
+            pairs = enumerate(zip(self.drivers, self.nixl_ports, strict=True))
+            self.nixl = [NixlSide(driver, config, rank, port, self.kill_engine) for rank, (driver, port) in pairs]
         self.apply_faults()
         app = Api(self).app()
         self._runner = web.AppRunner(
@@ -128,8 +140,6 @@ class FakeVllm:
         site = web.TCPSite(self._runner, config.host, self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
-        if config.kv_connector:
-            self.nixl = [NixlSide(driver, config, self.port) for driver in self.drivers]
 
     async def stop(self) -> None:
         """Close everything; open streams are cut."""
@@ -240,7 +250,12 @@ class FakeVllm:
         loads = [(it.running + 4 * (it.waiting + it.incoming), rank) for rank, it in enumerate(self.stats())]
         return min(loads)[1]
 
-    def stats(self) -> list[Any]:
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that finished prefills pin for a decode server, over all ranks."""
+        return sum(stats.held_blocks for stats in self.stats())
+
+    def stats(self) -> list[EngineStats]:
         return [driver.engine.stats() for driver in self.drivers]
 
     def add_adapter(self, name: str, path: str) -> None:
@@ -265,6 +280,8 @@ class FakeVllm:
     def kill_engine(self) -> None:
         """The engine core dies: every stream fails, /health answers 503."""
         self.dead = True
+        for side in self.nixl:
+            side.close()
         for driver in self.drivers:
             driver.close()
 
@@ -319,6 +336,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mean-output-tokens", type=float, default=None, help="the model stops by itself around there")
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--kv-connector", action="store_true", help="prefill/decode hand-off as NixlConnector")
+    parser.add_argument("--kv-lease-s", type=float, default=30.0)
+    parser.add_argument("--kv-load-failure-policy", choices=("fail", "recompute"), default="fail")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -350,6 +369,8 @@ def config_from_arguments(argv: Sequence[str] | None = None) -> FakeVllmConfig:
         replay_with_topic=not args.replay_without_topic,
         mean_output_tokens=args.mean_output_tokens,
         kv_connector=args.kv_connector,
+        kv_lease_s=args.kv_lease_s,
+        kv_load_failure_policy=args.kv_load_failure_policy,
     )
 
 

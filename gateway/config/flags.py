@@ -1,29 +1,51 @@
 """Command-line flags made from the keys."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gateway.config.keys import Key, env_name, flag_name, leaves
 from gateway.config.read import Text
 
 _DEST = "key:"
+_WORKERS = ("workers",)
 
-ALIASES: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("workers",): ("--worker", "--worker-urls"),
-    ("gateway", "host"): ("--host",),
-    ("gateway", "port"): ("--port",),
+Aliases = Mapping[tuple[str, ...], tuple[str, ...]]
+
+_ALIASES: Aliases = {
+    _WORKERS: ("--worker", "--worker-urls"),
+    ("pd", "no_hint"): ("--no-hint",),
+    ("pd", "on_prefill_failure"): ("--on-prefill-failure",),
     ("scorer", "policy"): ("--policy",),
     ("tokens", "tokenizer"): ("--tokenizer",),
 }
 """Shorter names, and those of neighbouring routers, beside the flag that is made from the key."""
+GATEWAY_ALIASES: Aliases = {("gateway", "host"): ("--host",), ("gateway", "port"): ("--port",)}
+SIDECAR_ALIASES: Aliases = {
+    ("sidecar", "engine"): ("--engine",),
+    ("sidecar", "host"): ("--host",),
+    ("sidecar", "port"): ("--port",),
+    ("sidecar", "data_parallel_size"): ("--data-parallel-size",),
+}
+_ROLES = {"--prefill": "prefill", "--decode": "decode"}
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """`--config FILE` and one flag for each key."""
+def add_config_flags(parser: argparse.ArgumentParser, aliases: Aliases = GATEWAY_ALIASES) -> None:
+    """`--config FILE` and one flag for each key. `aliases` are those of one face beside the common ones."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with the configuration (WARMROUTE_CONFIG)")
     group = parser.add_argument_group("configuration keys", "each beats its environment variable, which beats the file")
     for path, key in leaves():
-        _add_flag(group, path, key)
+        _add_flag(group, path, key, (*_ALIASES.get(path, ()), *aliases.get(path, ())))
+    for flag, role in _ROLES.items():
+        group.add_argument(
+            flag,
+            dest=_DEST + ".".join(_WORKERS),
+            action=_AddWorkers,
+            const=role,
+            metavar="URL[,URL]",
+            default=argparse.SUPPRESS,
+            help=f"workers of role {role}, beside those of --worker",
+        )
 
 
 def parse_flags(
@@ -44,13 +66,25 @@ def parse_flags(
     return options, given, unknown
 
 
-def _add_flag(group: "argparse._ArgumentGroup", path: tuple[str, ...], key: Key) -> None:
+class _AddWorkers(argparse.Action):
+    """Adds the URLs, with the role `const`, to the same list as `--worker`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        urls = filter(None, (part.strip() for part in str(values).split(",")))
+        given = [*getattr(namespace, self.dest, ()), *({"url": url, "role": self.const} for url in urls)]
+        setattr(namespace, self.dest, given)
+
+
+def _add_flag(group: "argparse._ArgumentGroup", path: tuple[str, ...], key: Key, aliases: tuple[str, ...]) -> None:
     dest = _DEST + ".".join(path)
     help_text = f"{key.description} ({key.expected}; {env_name(path)})".replace("%", "%%")
-    flags, metavar = (flag_name(path), *ALIASES.get(path, ())), path[-1].upper()
-    if key.is_workers:
+    flags, metavar = (flag_name(path), *aliases), path[-1].upper()
+    if key.is_list:
+        metavar = "URL[,URL]" if key.is_workers else f"{metavar}[,{metavar}]"
         group.add_argument(
-            *flags, dest=dest, action="append", metavar="URL[,URL]", default=argparse.SUPPRESS, help=help_text
+            *flags, dest=dest, action="append", metavar=metavar, default=argparse.SUPPRESS, help=help_text
         )
     elif key.type is bool:
         group.add_argument(

@@ -16,7 +16,7 @@ _NAMES: dict[object, str] = {str: "a text", bool: "true or false", int: "an inte
 
 
 class Key(Struct, frozen=True):
-    """One field of a struct: a leaf, a section (`section` set) or the list of workers."""
+    """One field of a struct: a leaf, a section (`section` set), the list of workers or another list."""
 
     name: str
     type: Any
@@ -28,6 +28,10 @@ class Key(Struct, frozen=True):
     @property
     def is_workers(self) -> bool:
         return bool(self.type == tuple[Worker, ...])
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.type) is tuple
 
     @property
     def is_required(self) -> bool:
@@ -102,7 +106,7 @@ def _expected(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join("null" if arg is types.NoneType else _expected(arg) for arg in get_args(hint))
     if origin is tuple:
-        return "a list of URLs or objects"
+        return "a list of URLs or objects" if get_args(hint)[0] is Worker else "a list of texts"
     if origin is dict:
         return "a mapping of texts to texts"
     return _NAMES[hint]

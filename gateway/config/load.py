@@ -2,15 +2,21 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
 from gateway.config.keys import Path, dotted, fields_of
 from gateway.config.read import Problem, Reader, Text, Values
-from gateway.config.schema import Config, Worker
+from gateway.config.schema import Config, PdConfig, SidecarConfig, Worker
 from gateway.errors import UserError
+from gateway.sidecar.allow import parse_entry
+from scorer.disaggregation import parse_policy
 
 _WILDCARDS = {"0.0.0.0", "::"}  # noqa: S104
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+_PORTS = {"http": 80, "https": 443}
+_LAST_PORT = 65535
 
 
 class ConfigError(UserError):
@@ -72,12 +78,52 @@ def _build(struct: type[Struct], values: Values) -> Any:
 def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
     """What no single key shows."""
     gateway, events = config.gateway, config.events
-    hosts = {gateway.host, gateway.admin_host}
-    if gateway.port and gateway.port == gateway.admin_port and (len(hosts) == 1 or hosts & _WILDCARDS):
+    if gateway.port and gateway.port == gateway.admin_port and _overlap(gateway.host, gateway.admin_host):
         yield ("gateway", "admin_port"), f"is the port of the data plane too ({gateway.port})"
     if events.mode == "bind" and events.bind_endpoint is None:
         yield ("events", "bind_endpoint"), "is needed when events.mode is bind"
+    yield from _sidecar(config.sidecar)
+    yield from _disaggregation(config.pd)
+    for given, missing in (("cert", "key"), ("key", "cert")):
+        if getattr(config.tls, given) is not None and getattr(config.tls, missing) is None:
+            yield ("tls", missing), f"is needed with tls.{given}"
     yield from _repeated_workers(config.workers)
+
+
+def _sidecar(sidecar: SidecarConfig) -> Iterator[tuple[Path, str]]:
+    size, engine = sidecar.data_parallel_size, urlsplit(sidecar.engine)
+    engine_port = engine.port or _PORTS[engine.scheme]
+    for name, port in (("port", sidecar.port), ("engine", engine_port)):
+        if port + size - 1 > _LAST_PORT:
+            yield ("sidecar", name), f"leaves no ports for {size} ranks"
+    if not sidecar.port:
+        return
+    ports = range(sidecar.port, sidecar.port + size)
+    if sidecar.admin_port in ports and _overlap(sidecar.host, sidecar.admin_host):
+        yield ("sidecar", "admin_port"), f"is a port of the data plane too ({sidecar.admin_port})"
+    engine_ports = range(engine_port, engine_port + size)
+    if engine.hostname in _LOOPBACK and not set(ports).isdisjoint(engine_ports):
+        yield ("sidecar", "engine"), "is the sidecar itself (sidecar.port)"
+
+
+def _disaggregation(pd: PdConfig) -> Iterator[tuple[Path, str]]:
+    if pd.policy is not None:
+        try:
+            parse_policy(pd.policy)
+        except ValueError as exc:
+            yield ("pd", "policy"), str(exc)
+    if pd.lease_margin_s >= pd.lease_s:
+        yield ("pd", "lease_margin_s"), f"must be less than pd.lease_s ({pd.lease_s:g})"
+    for i, entry in enumerate(pd.allow):
+        try:
+            parse_entry(entry)
+        except ValueError as exc:
+            yield ("pd", "allow", i), str(exc)
+
+
+def _overlap(host: str, other: str) -> bool:
+    """Whether one port cannot be listened on at both."""
+    return host == other or not _WILDCARDS.isdisjoint({host, other})
 
 
 def _repeated_workers(workers: Iterable[Worker]) -> Iterator[tuple[Path, str]]:

@@ -30,8 +30,11 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])i?B?", re.IGNORECASE)
 _SHIFT = {"K": 10, "M": 20, "G": 30, "T": 40}
 
+_YAML_LIST = re.compile(r"\s*\[.*\]\s*", re.DOTALL)
+
 Values = dict[str, Any]
-Text = str | list[str]
+Text = str | list[str | Values]
+"""As given by a flag; an item of a list that is no text is the item itself."""
 
 
 class Problem(Struct, frozen=True):
@@ -140,6 +143,8 @@ class _Source:
                 values[name] = self.struct(key.section, value, at)
             elif key.is_workers:
                 values[name] = self.workers(value, at)
+            elif key.is_list:
+                values[name] = self._list(key, value, at)
             else:
                 values[name] = self._leaf(key, value, at)
         for key in fields.values():
@@ -148,7 +153,7 @@ class _Source:
         return values
 
     def workers(self, given: object, path: Path) -> tuple[Worker, ...]:
-        items = self._worker_texts(given, path) if self._is_text else ([] if given is None else given)
+        items = self._items(given, path)
         if not isinstance(items, list):
             self._fail(path, f"expected a list of URLs or objects, got {_shown(items)}")
             return ()
@@ -166,18 +171,34 @@ class _Source:
             return {}
         return self.struct(Worker, given, path)
 
-    def _worker_texts(self, given: object, path: Path) -> list[object]:
-        """`http://a:1,http://b:1`, or a YAML list in one line; a flag may be repeated."""
+    def _list(self, key: Key, given: object, path: Path) -> tuple[object, ...]:
+        items = self._items(given, path)
+        if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+            self._fail(path, f"expected {key.expected}, got {_shown(given)}")
+            return ()
+        self._reader.sources[path] = self._where(path)
+        for i in range(len(items)):
+            self._reader.sources[*path, i] = self._where((*path, i))
+        return tuple(items)
+
+    def _items(self, given: object, path: Path) -> object:
+        """What should be a list; of a text, its parts."""
+        if not self._is_text:
+            return [] if given is None else given
         items: list[object] = []
-        for text in map(str, given if isinstance(given, list) else [given]):
-            if not text.lstrip().startswith("["):
-                items += filter(None, (part.strip() for part in text.split(",")))
-                continue
-            try:
-                items += load_tree(text)[0]
-            except yaml.YAMLError as exc:
-                self._fail(path, f"not valid YAML: {getattr(exc, 'problem', None) or exc}")
+        for part in given if isinstance(given, list) else [given]:
+            items += self._parts(part, path) if isinstance(part, str) else [part]
         return items
+
+    def _parts(self, text: str, path: Path) -> list[object]:
+        """`http://a:1,http://b:1`, or a YAML list in one line (an address in brackets is none)."""
+        if not _YAML_LIST.fullmatch(text):
+            return list(filter(None, (part.strip() for part in text.split(","))))
+        try:
+            return list(load_tree(text)[0])
+        except yaml.YAMLError as exc:
+            self._fail(path, f"not valid YAML: {getattr(exc, 'problem', None) or exc}")
+            return []
 
     def _leaf(self, key: Key, given: object, path: Path) -> object:
         if self._is_text and given in ("", "null") and key.expected.endswith("null"):

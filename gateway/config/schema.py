@@ -27,6 +27,10 @@ Endpoint = Annotated[
         extra={"expected": "a ZeroMQ endpoint (tcp://host:port or ipc://path)"},
     ),
 ]
+Address = Annotated[
+    str,
+    Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
+]
 NonEmpty = Annotated[str, Meta(min_length=1, extra={"expected": "a non-empty text"})]
 
 
@@ -79,7 +83,83 @@ class Worker(_Section, frozen=True):
     replay: Annotated[Endpoint | None, Meta(description="KV-event replay endpoint; null asks the engine for it.")] = (
         None
     )
+    nixl: Annotated[
+        Address | None,
+        Meta(description="Where its NIXL side channel is, if not on the host of its URL; without a port, any port."),
+    ] = None
     labels: Annotated[dict[str, str], Meta(description="Free labels, shown in debug pages.")] = {}
+
+
+class SidecarConfig(_Section, frozen=True):
+    """The face in a decode pod (`warmroute sidecar`). Limits and times are those of the section gateway."""
+
+    engine: Annotated[Url, Meta(description="Base URL of the engine in this pod, rank 0 where there are several.")] = (
+        "http://127.0.0.1:8200"
+    )
+    host: Annotated[NonEmpty, Meta(description="Address the sidecar listens on.")] = "0.0.0.0"  # noqa: S104
+    port: Annotated[Port, Meta(description="Port of rank 0; rank r has the r-th after it. 0 takes free ones.")] = 8000
+    admin_host: Annotated[
+        NonEmpty, Meta(description="Address of the sidecar's own /metrics and /debug; loopback unless you say so.")
+    ] = "127.0.0.1"
+    admin_port: Annotated[
+        Port, Meta(description="Port of the sidecar's own /metrics and /debug; 0 takes a free one.")
+    ] = 8090
+    data_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=256, description="Engines in this pod, one for each rank, on sidecar.engine's port and after."),
+    ] = 1
+    prefiller_sampling: Annotated[
+        bool, Meta(description="Of several prefill hints try a random one first, not the first.")
+    ] = False
+
+
+class PdConfig(_Section, frozen=True):
+    """Prefill on one worker, decode on another."""
+
+    policy: Annotated[
+        NonEmpty | None,
+        Meta(
+            description="Where a prompt is computed: header, local, always-remote, threshold:N, isl:N,RATIO or "
+            "isl-ratio:N,RATIO; null: header in the sidecar, threshold:1024 in the gateway."
+        ),
+    ] = None
+    no_hint: Annotated[
+        Literal["decide", "local"],
+        Meta(description="In the sidecar, a request without a hint header: pd.policy decides, or it is local."),
+    ] = "decide"
+    connector: Annotated[Literal["nixl"], Meta(description="How the KV blocks travel (vLLM's KV connector).")] = "nixl"
+    lease_s: Annotated[
+        Seconds, Meta(description="How long a prefill worker keeps blocks nobody fetched (vLLM: kv_lease_duration).")
+    ] = 30.0
+    lease_margin_s: Annotated[
+        Seconds, Meta(description="So long before the end of a lease its blocks are no longer used.")
+    ] = 5.0
+    prefill_timeout_s: Annotated[Seconds, Meta(description="Longest wait for a prefill worker's answer.")] = 120.0
+    on_prefill_failure: Annotated[
+        Literal["next,local", "local", "next,fail", "fail"],
+        Meta(description="After a failed prefill: try the next prefill worker, compute locally, or fail the request."),
+    ] = "next,local"
+    allow: Annotated[
+        tuple[NonEmpty, ...],
+        Meta(
+            description="Prefill targets that hint headers may name: host:port, host:*, CIDR:port, CIDR:*, "
+            "[IPv6 or CIDR]:port, or * for any. Known workers of role prefill are always allowed."
+        ),
+    ] = ()
+
+
+class TlsConfig(_Section, frozen=True):
+    """TLS on both sides of a face. Workers with an https URL are spoken to in TLS, whatever these say."""
+
+    cert: Annotated[
+        NonEmpty | None, Meta(description="PEM file with the certificate to serve with; null serves plain HTTP.")
+    ] = None
+    key: Annotated[NonEmpty | None, Meta(description="PEM file with the key of tls.cert.")] = None
+    ca: Annotated[
+        NonEmpty | None,
+        Meta(description="PEM file with the CAs that engines and workers are checked by; null: the system's."),
+    ] = None
+    insecure_skip_verify: Annotated[bool, Meta(description="Do not check certificates of engines and workers.")] = False
 
 
 class EventsConfig(_Section, frozen=True):
@@ -175,9 +255,10 @@ class LoggingConfig(_Section, frozen=True):
 
 
 class Config(_Section, frozen=True):
-    """The whole configuration. A face with keys of its own (sidecar, epp) gets a section here."""
+    """The whole configuration. A face with keys of its own has a section here."""
 
     gateway: GatewayConfig = GatewayConfig()
+    sidecar: SidecarConfig = SidecarConfig()
     workers: Annotated[
         tuple[Worker, ...], Meta(description="Engine servers known from the start: URLs, or objects with these keys.")
     ] = ()
@@ -194,6 +275,8 @@ class Config(_Section, frozen=True):
     events: EventsConfig = EventsConfig()
     index: IndexConfig = IndexConfig()
     scorer: ScorerConfig = ScorerConfig()
+    pd: PdConfig = PdConfig()
     tokens: TokensConfig = TokensConfig()
     health: HealthConfig = HealthConfig()
+    tls: TlsConfig = TlsConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -4,6 +4,7 @@ prefixes save most. Counts and keys only: no prompt text is kept anywhere.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -40,6 +41,22 @@ def cache(core: Core) -> dict[str, Any]:
         "event_replays": core.ingest.replay_levels(),
         "unmatched_topics": core.ingest.unmatched_topics(),
         "workers": workers,
+        "handoffs": _handoffs(core),
         "top_prefixes": core.prefixes.top(_TOP_PREFIXES),
         "tokens": core.tokens.status(),
+    }
+
+
+def _handoffs(core: Core) -> dict[str, Any]:
+    """Pairs of prefill and decode workers, and what is held for nobody."""
+    now_s = time.monotonic()
+    stranded = core.handoffs.releases.stranded
+    return {
+        "policy": core.config.pd.policy,
+        "pairs": [
+            {"prefill": prefill, "decode": decode, "state": pair.state(now_s), **msgspec.to_builtins(pair)}
+            for (prefill, decode), pair in sorted(core.planner.pairs.pairs.items())
+        ],
+        "stranded_tokens": stranded.tokens(now_s),
+        "stranded_tokens_ever": stranded.total_tokens,
     }

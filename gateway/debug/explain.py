@@ -56,6 +56,9 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         "token_source": facts.token_source.value,
         "policy": plan.policy,
         "reason": plan.reason,
+        "pd_policy": core.config.pd.policy,
+        "choice": "remote" if plan.remote else "local",
+        "pd_reason": plan.pd_reason.value,
         "n_candidates": plan.n_candidates,
         "unavailable": sorted(set(core.fleet.workers) - set(available)),
         "overhead_ms": overhead_ms,
@@ -126,6 +129,7 @@ def _table(answer: dict[str, Any]) -> str:
     widths = {i: max(len(row[i]) for row in rows) for i in used}
     lines = ["  ".join(row[i].ljust(widths[i]) if i == 0 else row[i].rjust(widths[i]) for i in used) for row in rows]
     head = (
-        f"{answer['prompt_tokens']} prompt tokens ({answer['token_source']}) for {answer['model']}; {answer['reason']}"
+        f"{answer['prompt_tokens']} prompt tokens ({answer['token_source']}) for {answer['model']}; {answer['reason']};"
+        f" {answer['choice']} ({answer['pd_reason']})"
     )
     return "\n".join([head, *lines])

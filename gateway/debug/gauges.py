@@ -48,6 +48,7 @@ class FleetGauges(Collector):
         yield degraded
         yield from self._fleet()
         yield from self._hits()
+        yield from self._handoffs()
         yield from self._events()
         yield from self._index()
         yield from self._tokens()
@@ -85,6 +86,32 @@ class FleetGauges(Collector):
             family = CounterMetricFamily(f"warmroute_{name}", text, labels=["worker"])
             for worker, stats in self._core.hits.workers.items():
                 family.add_metric([worker], getattr(stats, field))
+            yield family
+
+    def _handoffs(self) -> Iterator[Metric]:
+        now_s = time.monotonic()
+        stranded = GaugeMetricFamily(
+            "warmroute_pd_stranded_tokens",
+            "Prompt tokens whose KV is held for a decode worker that will not come.",
+            labels=["prefill"],
+        )
+        held = self._core.handoffs.releases.stranded.tokens(now_s)
+        for worker in self._core.fleet.workers.values():
+            if worker.role is Role.PREFILL:
+                stranded.add_metric([worker.name], held.get(worker.name, 0))
+        yield stranded
+        broken = GaugeMetricFamily(
+            "warmroute_pd_pair_broken", "Whether the two hand nothing over now.", labels=["prefill", "decode"]
+        )
+        for names, pair in self._core.planner.pairs.pairs.items():
+            broken.add_metric(list(names), float(pair.state(now_s) != "closed"))
+        yield broken
+        for name, (text, role, field) in BY_NIXL.items():
+            family = CounterMetricFamily(f"warmroute_{name}", text, labels=[role.value])
+            for worker in self._core.fleet.workers.values():
+                value = None if worker.stats is None else getattr(worker.stats, field)
+                if value is not None and worker.role is role:
+                    family.add_metric([worker.name], value)
             yield family
 
     def _events(self) -> Iterator[Metric]:
@@ -187,6 +214,14 @@ _BY_WORKER: dict[str, tuple[str, Callable[[Worker], float]]] = {
     "engine_waiting": ("Requests the engine says wait.", lambda w: _stat(w, "waiting")),
     "engine_kv_usage_ratio": ("Share of KV blocks in use.", lambda w: _stat(w, "kv_usage")),
 }
+
+BY_NIXL = {
+    "pd_transfer_bytes": ("KV bytes fetched, by the decode engine's account.", Role.DECODE, "nixl_bytes"),
+    "pd_transfer_seconds": ("Seconds it was fetching.", Role.DECODE, "nixl_transfer_s"),
+    "pd_transfers_failed": ("Fetches that failed, by the same account.", Role.DECODE, "nixl_failed"),
+    "pd_leases_expired": ("Prompts nobody fetched in time, by the prefill engine's.", Role.PREFILL, "nixl_expired"),
+}
+"""Counter -> (help, role of the workers that tell it, field of EngineStats)."""
 
 _HITS = {
     "worker_chosen": ("Placements by worker.", "requests"),

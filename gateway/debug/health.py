@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.core import EVENTS_UP, Core, is_speaking
+from gateway.core import Core
 from gateway.engine.health import State
 from gateway.engine.scraper import WorkerScrape
+from gateway.publishing import EVENTS_UP, is_speaking
 from scorer.fleet import Worker
 from scorer.types import Role
 
@@ -29,6 +30,7 @@ DEGRADATIONS = (
     "stats_missing",
     "stats_stale",
     "prefix_caching_off",
+    "pair_broken",
     "events_missing",
     "events_disconnected",
     "events_catching_up",
@@ -96,7 +98,7 @@ def degradations(core: Core) -> list[Degradation]:
     found = [Degradation(what="discovery", detail=problem) for problem in problems]
     if not core.fleet.workers:
         return [*found, Degradation(what="no_workers", detail="no worker is configured or discovered")]
-    return [*found, *_of_workers(core), *_of_events(core), *_of_tokens(core)]
+    return [*found, *_of_workers(core), *_of_pairs(core), *_of_events(core), *_of_tokens(core)]
 
 
 def _of_workers(core: Core) -> Iterator[Degradation]:
@@ -126,6 +128,15 @@ def _of_workers(core: Core) -> Iterator[Degradation]:
             yield Degradation(what="stats_stale", worker=name, detail=f"its metrics are {age_s:.1f} s old")
         if worker.stats is not None and worker.stats.prefix_caching is False:
             yield Degradation(what="prefix_caching_off", worker=name, detail="the engine keeps no prefixes")
+
+
+def _of_pairs(core: Core) -> Iterator[Degradation]:
+    now_s = time.monotonic()
+    for (prefill, decode), pair in sorted(core.planner.pairs.pairs.items()):
+        state = pair.state(now_s)
+        if state != "closed" and decode in core.fleet.workers:
+            why = pair.incompatible or f"{state} after {pair.failures} failed handoffs in a row"
+            yield Degradation(what="pair_broken", worker=decode, detail=f"nothing is handed over by {prefill}: {why}")
 
 
 def _of_events(core: Core) -> Iterator[Degradation]:

@@ -19,6 +19,11 @@ class HitStats(msgspec.Struct):
     """Predicted but not there, summed over the requests where that was so."""
     under_tokens: int = 0
     """There but not predicted."""
+    remote_requests: int = 0
+    """Of the decode worker: answers to prompts that a prefill worker had computed."""
+    remote_prompt_tokens: int = 0
+    remote_said_tokens: int = 0
+    """What those answers said was cached, in the decode worker's own words."""
 
 
 class HitBook:
@@ -50,3 +55,10 @@ class HitBook:
         stats.actual_tokens += actual_tokens
         stats.over_tokens += max(0, predicted_tokens - actual_tokens)
         stats.under_tokens += max(0, actual_tokens - predicted_tokens)
+
+    def handed_over(self, worker: str, prompt_tokens: int, said_tokens: int) -> None:
+        stats = self.workers.get(worker)
+        if stats is not None:
+            stats.remote_requests += 1
+            stats.remote_prompt_tokens += prompt_tokens
+            stats.remote_said_tokens += said_tokens

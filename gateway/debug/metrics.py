@@ -29,7 +29,7 @@ REJECTED = (
     "unknown_path",
 )
 """Reasons for which a request never reached a worker."""
-RETRIED = ("connect", "disconnected", "status_502", "status_503")
+RETRIED = ("connect", "disconnected", "timeout", "status_502", "status_503")
 CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained")
 """Why an answer was not relayed to its end."""
 NO_WORKER = "none"

@@ -63,6 +63,7 @@ def change(kind: ChangeKind, name: str, worker: Worker) -> WorkerChange:
         role=Role(worker.role),
         events_endpoint=worker.events,
         replay_endpoint=worker.replay,
+        nixl_endpoint=worker.nixl,
         labels=worker.labels,
     )
 

@@ -28,11 +28,18 @@ _GENERATION = ("generation_tokens_total",)
 _PREEMPTIONS = ("num_preemptions_total",)
 _PREFILL_SUM = ("request_prefill_time_seconds_sum",)
 _PREFILL_COUNT = ("request_prefill_time_seconds_count",)
+_NIXL_BYTES = ("nixl_bytes_transferred_sum",)
+_NIXL_SECONDS = ("nixl_xfer_time_seconds_sum",)
+_NIXL_FAILED = ("nixl_num_failed_transfers_total",)
+_NIXL_EXPIRED = ("nixl_num_kv_expired_reqs_total",)
 _KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
 _CACHE_CONFIG = "cache_config_info"
 _SLEEP = "engine_sleep_state"
 _START = "process_start_time_seconds"
-_SUMMED = (_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT, _GENERATION, _PREEMPTIONS, _PREFILL_SUM, _PREFILL_COUNT)
+_SUMMED = (
+    *(_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT, _GENERATION, _PREEMPTIONS, _PREFILL_SUM, _PREFILL_COUNT),
+    *(_NIXL_BYTES, _NIXL_SECONDS, _NIXL_FAILED, _NIXL_EXPIRED),
+)
 _NAMES = "|".join([*(name for names in _SUMMED for name in names), *_KV_USAGE, _CACHE_CONFIG, _SLEEP])
 _QUOTED = r'"(?:[^"\\\n]|\\.)*"'
 _SERIES = re.compile(
@@ -48,6 +55,7 @@ class Scrape(msgspec.Struct, frozen=True):
 
     stats: EngineStats
     asleep: bool | None
+    kv_cache_dtype: str | None = None
 
 
 def parse_metrics(text: str, scraped_at_s: float) -> Scrape:
@@ -80,9 +88,14 @@ def parse_metrics(text: str, scraped_at_s: float) -> Scrape:
         preemptions=_sum(samples, _PREEMPTIONS),
         prefill_time_sum_s=_sum(samples, _PREFILL_SUM),
         prefill_time_count=_sum(samples, _PREFILL_COUNT),
+        nixl_bytes=_sum(samples, _NIXL_BYTES),
+        nixl_transfer_s=_sum(samples, _NIXL_SECONDS),
+        nixl_failed=_sum(samples, _NIXL_FAILED),
+        nixl_expired=_sum(samples, _NIXL_EXPIRED),
         process_start_s=max((value for _, value in samples.get(_START, ())), default=None),
     )
-    return Scrape(stats, _asleep(samples.get(_SLEEP, ())))
+    dtypes = {engine.get("cache_dtype", "auto") for engine in engines} - {"auto"}
+    return Scrape(stats, _asleep(samples.get(_SLEEP, ())), next(iter(dtypes)) if len(dtypes) == 1 else None)
 
 
 def _newest(samples: _Samples, names: Sequence[str]) -> list[float]:

@@ -22,6 +22,7 @@ from gateway.engine.capabilities import (
     Capabilities,
     EventSource,
     Models,
+    parse_dtype,
     parse_event_sources,
     parse_models,
     parse_version,
@@ -108,7 +109,9 @@ class _Worker:
 
 
 class Scraper:
-    """`session` is the caller's, and so are its connection limits; `headers` go with every request."""
+    """`session` is the caller's, and so are its connection limits; `headers` go with every request. `on_date` is told
+    what Date each answer bears.
+    """
 
     def __init__(
         self,
@@ -117,6 +120,7 @@ class Scraper:
         settings: ScrapeSettings | None = None,
         *,
         headers: Mapping[str, str] | None = None,
+        on_date: Callable[[str, str | None], None] = lambda worker, date: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -124,6 +128,7 @@ class Scraper:
         self._listener = listener
         self._settings = settings or ScrapeSettings()
         self._headers = dict(headers or {})
+        self._on_date = on_date
         self._now = now
         self._slots = asyncio.Semaphore(self._settings.at_once)
         self._retry_slots = asyncio.Semaphore(max(1, self._settings.at_once // 4))
@@ -238,12 +243,13 @@ class Scraper:
         if not worker.must_learn and self._now() < worker.models_due_s:
             return
         old = worker.capabilities or Capabilities()
-        version, sources = old.version, old.event_sources
+        version, sources, dtype = old.version, old.event_sources, old.dtype
         try:
             if worker.must_learn:
                 models, version, sources = await asyncio.gather(
                     self._models(worker), self._version(worker), self._event_sources(worker)
                 )
+                dtype = await self._dtype(worker) if scrape.stats.nixl_bytes is not None else None
             else:
                 models = await self._models(worker)
         except _Failed as failed:
@@ -264,6 +270,8 @@ class Scraper:
             block_size=stats.block_size,
             kv_blocks=stats.kv_blocks,
             prefix_caching=stats.prefix_caching,
+            kv_cache_dtype=scrape.kv_cache_dtype,
+            dtype=dtype,
         )
         tell = worker.must_learn or new != worker.capabilities
         worker.capabilities = new
@@ -278,6 +286,13 @@ class Scraper:
     async def _version(self, worker: _Worker) -> str | None:
         body = await self._get_if_there(worker, "/version")
         return None if body is None else _decoded(parse_version, "/version", body)
+
+    async def _dtype(self, worker: _Worker) -> str | None:
+        """Of those who hand KV over: a page for development, which costs the server a second and may fail there."""
+        with suppress(_Failed):
+            body = await self._get_if_there(worker, "/server_info")
+            return None if body is None else _decoded(parse_dtype, "/server_info", body)
+        return None
 
     async def _event_sources(self, worker: _Worker) -> dict[int, EventSource] | None:
         body = await self._get_if_there(worker, "/kv_event_sources")
@@ -314,6 +329,7 @@ class Scraper:
                     asyncio.timeout(self._settings.timeout_s),
                     self._session.get(worker.url + path, headers=self._headers, allow_redirects=False) as response,
                 ):
+                    self._on_date(worker.name, response.headers.get("Date"))
                     return response.status, await _bounded(response.content, path)
             except TimeoutError:
                 raise _Failed(f"{path}: no answer within {self._settings.timeout_s:g} s") from None

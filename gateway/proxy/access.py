@@ -31,6 +31,12 @@ class Record(msgspec.Struct, kw_only=True, gc=False):
     policy: str | None = None
     tokens: str | None = None
     prompt_tokens: int | None = None
+    choice: str | None = None
+    """Where the prompt is computed: local or remote."""
+    pd_reason: str | None = None
+    prefill: str | None = None
+    """The prefill worker, with `choice` local one that did not do."""
+    prefill_ms: float | None = None
     predicted_cached_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None

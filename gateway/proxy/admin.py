@@ -60,7 +60,7 @@ class EngineControls:
         for worker, answer in zip(workers, answers, strict=True):
             if answer["status"] is None or answer["status"] >= 400:
                 continue
-            if control.clears and url.query.get("clear_cache", "true").lower() != "false":
+            if control.clears_cache(url.query):
                 self._cleared(worker)
             if control.models:
                 self._changed(worker)

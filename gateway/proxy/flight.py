@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from gateway.engine.health import End, Health
+from gateway.engine.health import End, Health, Ticket
 from indexer import Holder
 from scorer.planner import Planner
 from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts
@@ -33,7 +33,7 @@ class Flight:
         self._tokens = 0
         self._alive_again_s = 0.0
         self._paused: tuple[float, float] | None = None
-        self._ticket = health.request_started(self.worker, plan.decided_at_s, self._quiet_s())
+        self._ticket: Ticket | None = None
 
     @property
     def holder(self) -> Holder:
@@ -43,10 +43,15 @@ class Flight:
     def worker(self) -> str:
         return self.plan.chosen.decode[0]
 
+    def sent(self) -> None:
+        """The worker is about to get the request; its silence counts from now."""
+        if self._ticket is None:
+            self._ticket = self._health.request_started(self.worker, time.monotonic(), self._quiet_s())
+
     def first_byte(self) -> None:
         """The first byte of a good answer's body is here."""
         now_s = time.monotonic()
-        self._health.byte_received(self._ticket, now_s)
+        self._heard(now_s)
         self._planner.observe(self.facts.request_id, _FIRST_TOKEN, now_s)
 
     def streamed(self, n_tokens: int) -> None:
@@ -54,7 +59,7 @@ class Flight:
         now_s = time.monotonic()
         if now_s >= self._alive_again_s:
             self._alive_again_s = now_s + _REPORT_ALIVE_S
-            self._health.byte_received(self._ticket, now_s)
+            self._heard(now_s)
         self._tokens += n_tokens
         if self._tokens >= REPORT_TOKENS:
             outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens)
@@ -63,12 +68,12 @@ class Flight:
 
     def pause(self) -> None:
         """We wait for the client and do not read: the worker's silence is no stall until `resume`."""
-        if self._paused is None:
+        if self._paused is None and self._ticket is not None:
             self._paused = time.monotonic(), self._ticket.due_s
             self._ticket.due_s = math.inf
 
     def resume(self) -> None:
-        if self._paused is not None:
+        if self._paused is not None and self._ticket is not None:
             since_s, due_s = self._paused
             self._paused = None
             self._ticket.due_s = due_s + time.monotonic() - since_s
@@ -95,6 +100,10 @@ class Flight:
         """The client left."""
         self._close(_CANCELLED, End.CANCELLED)
 
+    def _heard(self, now_s: float) -> None:
+        if self._ticket is not None:
+            self._health.byte_received(self._ticket, now_s)
+
     def _quiet_s(self) -> float:
         """How long silence is to be expected: to the first token, or to the last if the answer comes in one piece."""
         quiet_s = self.plan.chosen.price.ttft_s
@@ -109,6 +118,7 @@ class Flight:
         self.ended = True
         now_s = time.monotonic()
         try:
-            self._health.request_ended(self._ticket, end, now_s)
+            if self._ticket is not None:
+                self._health.request_ended(self._ticket, end, now_s)
         finally:
             self._planner.observe(self.facts.request_id, outcome, now_s)

@@ -1,9 +1,8 @@
 """One inference request, from its body to its last byte.
 
-read the body -> facts (token ids made off the loop) -> plan, booked at once -> send -> wait for the first byte of the
-answer -> relay. Until that byte is here nothing was sent to the client, so one more attempt may be made; after it,
-none. Leaving this code in any way gives the booking back and closes the worker's connection if its answer was not read
-to the end, which is what stops the engine.
+read the body -> facts (token ids made off the loop) -> dispatch: plan, book, send, first byte -> relay. Leaving this
+code in any way gives the booking back and closes the worker's connection if its answer was not read to the end, which
+is what stops the engine.
 """
 
 from __future__ import annotations
@@ -12,37 +11,35 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import MutableMapping
 from itertools import count
-from typing import NoReturn
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
 from gateway.engine.health import End
+from gateway.handoff.bodies import clean
+from gateway.handoff.handoff import RefusedByPrefill
 from gateway.proxy import errors
 from gateway.proxy.access import Record
 from gateway.proxy.body import read_body
+from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import request_headers, response_headers
 from gateway.proxy.parts import Draining, Parts
 from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
-from gateway.proxy.upstream import Upstream
 from gateway.proxy.usage import UsageTail
 from gateway.request import BadRequest
+from gateway.sidecar.hints import NO_HINTS, Hints
 from indexer import Prompt
-from scorer.planner import ModelNotFound, NoWorker
-from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts, Role
+from scorer.types import PdReason, RequestFacts
 
 _log = logging.getLogger(__name__)
 
 _LONGEST_REQUEST_ID = 256
-_RETRY_STATUSES = frozenset({502, 503})
-"""An engine that is going down or full says so before it computes anything; another one may do it."""
 _ID_PREFIX = secrets.token_hex(10)
 _ids = count(1)
 _BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
@@ -50,33 +47,17 @@ CLIENT_LEFT = 499
 """In logs and metrics, the status of an answer nobody waited for (nginx's)."""
 
 
-class AttemptFailed(Exception):
-    """No usable answer came: no connection (CONNECT), or it broke before the first byte (RESET). A broken one may
-    have been about to be closed as idle, so a fresh one to the same worker may still do.
-    """
-
-    def __init__(self, end: End) -> None:
-        super().__init__(end.value)
-        self.end = end
-
-    @property
-    def reason(self) -> str:
-        return "connect" if self.end is End.CONNECT else "disconnected"
-
-
 class Exchange:
     """The state of one request while it is served."""
 
     __slots__ = (
         "_admitted",
-        "_answer",
-        "_flight",
+        "_dispatch",
         "_parts",
+        "_plan_id",
         "_relaying",
         "_server",
-        "_upstream",
         "began_s",
-        "body",
         "headers",
         "record",
         "request",
@@ -103,13 +84,15 @@ class Exchange:
             status=CLIENT_LEFT,
             client=request.remote,
         )
-        self.body = b""
         self.began_s = time.monotonic()
-        self._flight: Flight | None = None
-        self._answer: Answer | None = None
+        self._dispatch: Dispatch | None = None
+        self._plan_id: str | None = None
         self._admitted = False
         self._relaying = False
-        self._upstream: Upstream | None = None
+
+    @property
+    def _flight(self) -> Flight | None:
+        return None if self._dispatch is None else self._dispatch.flight
 
     async def serve(self) -> web.StreamResponse:
         """The response, already sent if it is a worker's."""
@@ -145,181 +128,66 @@ class Exchange:
 
     async def _serve(self) -> web.StreamResponse:
         try:
-            self.body = await read_body(self.request, self._parts.max_body_bytes)
+            body = await read_body(self.request, self._parts.max_body_bytes)
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
         self._server.admit()
         self._admitted = True
-        if self.request.method == "OPTIONS" or not self.body:
-            return await self._relay_anywhere()
+        dispatch = self._dispatch = Dispatch(
+            self._parts,
+            self.request,
+            self.record,
+            Sending(
+                method=self.request.method,
+                target=self.target,
+                kind=self.route.tokens,
+                headers=self.headers,
+                raw=self._cleaned(body),
+            ),
+        )
+        if self.request.method == "OPTIONS" or not body:
+            return await self._relay(await dispatch.anywhere(), self.began_s)
         began_s = time.monotonic()
-        facts = await self._facts()
-        flight = self._plan(facts)
+        hints = self._parts.hints(self.request)
+        dispatch.plan(_with_hints(await self._facts(body), hints))
+        self._plan_id = hints.plan_id
         overhead_s = time.monotonic() - began_s
         self._parts.metrics.overhead.observe(overhead_s)
         self.record.overhead_ms = round(overhead_s * 1000, 3)
-        answer = await self._answer_of(flight, facts)
+        try:
+            answer = await dispatch.run()
+        except RefusedByPrefill as exc:
+            return self._refused(exc)
         return await self._relay(answer, began_s)
 
-    async def _facts(self) -> RequestFacts:
+    async def _facts(self, body: bytes) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
         request_id = f"{self.record.request_id}/{id(self):x}"
         try:
-            return await self._parts.reader.read(request_id, self.route.tokens, self.body, self.headers)
+            return await self._parts.reader.read(request_id, self.route.tokens, body, self.headers)
         except BadRequest as exc:
-            self._parts.metrics.rejected("bad_request")
-            raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
+            raise self._bad_request(exc) from None
 
-    def _plan(self, facts: RequestFacts) -> Flight:
-        parts = self._parts
-        now_s = time.monotonic()
+    def _cleaned(self, body: bytes) -> bytes:
         try:
-            plan = parts.planner.plan(facts, self._available(), now_s, parts.rng)
-        except ModelNotFound as exc:
-            parts.metrics.rejected("model_not_found")
-            raise errors.model_not_found(exc.model) from None
-        except NoWorker as exc:
-            parts.metrics.rejected("no_worker")
-            raise errors.no_worker(str(exc)) from None
-        flight = self._take_off(facts, plan)
-        self._note_plan(flight)
-        return flight
+            return clean(body)
+        except BadRequest as exc:
+            raise self._bad_request(exc) from None
 
-    def _take_off(self, facts: RequestFacts, plan: Plan) -> Flight:
-        """The flight of a plan just booked. If there can be none, the booking is given back."""
-        parts = self._parts
-        try:
-            flight = self._flight = Flight(parts.planner, parts.health, facts, plan)
-        except BaseException:
-            parts.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.CANCELLED), time.monotonic())
-            raise
-        return flight
+    def _bad_request(self, exc: BadRequest) -> ApiError:
+        self._parts.metrics.rejected("bad_request")
+        return ApiError(400, str(exc), code=exc.code, param=exc.param)
 
-    def _available(self) -> Collection[str]:
-        available = self._parts.available
-        return [name for name in self._parts.planner.fleet.workers if available(name)]
-
-    def _note_plan(self, flight: Flight) -> None:
-        plan, facts, record = flight.plan, flight.facts, self.record
-        worker, predicted = flight.worker, plan.chosen.cached_tokens
-        self._parts.metrics.decided(remote=plan.remote, source=facts.token_source)
-        self._parts.hits.predicted(worker, facts.prompt_tokens, predicted)
-        record.worker, record.rank = flight.holder
-        record.model = facts.model
-        record.policy = plan.policy
-        record.tokens = facts.token_source.value
-        record.prompt_tokens = facts.prompt_tokens
-        record.predicted_cached_tokens = predicted
-
-    async def _answer_of(self, flight: Flight, facts: RequestFacts) -> Answer:
-        """The answer of the planned worker, or of a second one if the first gave none."""
-        try:
-            answer = await self._attempt(flight, fresh=False)
-        except AttemptFailed as failure:
-            flight.failed(failure.end, failure.reason)
-            reason = failure.reason
-            if not self._second_plan(facts, flight, same_worker=failure.end is End.RESET):
-                self._give_up(failure, flight)
-        else:
-            reason = f"status_{answer.status}"
-            if answer.status not in _RETRY_STATUSES or not self._second_plan(facts, flight, same_worker=False):
-                return answer
-            flight.refused(answer.status)
-        second = self._flight
-        assert second is not None  # noqa: S101 - _second_plan has just set it
-        self._drop_answer()
-        self.record.retries += 1
-        self._parts.metrics.retried(reason)
-        self._note_plan(second)
-        try:
-            return await self._attempt(second, fresh=True)
-        except AttemptFailed as failure:
-            second.failed(failure.end, failure.reason)
-            self._give_up(failure, second)
-
-    def _second_plan(self, facts: RequestFacts, failed: Flight, *, same_worker: bool) -> bool:
-        """Book elsewhere if anybody else serves the model; else, if that makes sense, there once more."""
-        parts = self._parts
-        retry = msgspec.structs.replace(
-            facts, request_id=facts.request_id + "/2", excluded=facts.excluded | {failed.worker}
-        )
-        choices = [(retry, self._available())]
-        if same_worker:
-            choices.append((msgspec.structs.replace(retry, excluded=facts.excluded), [failed.worker]))
-        for asked, available in choices:
-            try:
-                plan = parts.planner.plan(asked, available, time.monotonic(), parts.rng)
-            except (ModelNotFound, NoWorker):
-                continue
-            self._take_off(asked, plan)
-            return True
-        return False
-
-    def _give_up(self, failure: AttemptFailed, flight: Flight) -> NoReturn:
-        raise ApiError(
-            502,
-            f"Worker {flight.worker} gave no answer ({failure.reason}).",
-            type_=errors.UPSTREAM,
-            code="upstream_unreachable",
-            retry_after_s=1,
-        ) from failure
-
-    async def _attempt(self, flight: Flight, *, fresh: bool) -> Answer:
-        """Send to the planned worker and wait for the first piece of its answer's body. Raises AttemptFailed."""
-        upstream = self._parts.upstreams.get(flight.worker)
-        if upstream is None:
-            raise AttemptFailed(End.CONNECT)  # The worker has just been removed.
-        headers = self.headers
-        if len(self._parts.planner.fleet.workers[flight.worker].loads) > 1:
-            headers = headers.copy()
-            headers["X-data-parallel-rank"] = str(flight.holder[1])
-        try:
-            return await self._exchange(upstream, headers, fresh=fresh)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
-            raise AttemptFailed(End.CONNECT) from exc
-        except TimeoutError as exc:
-            flight.failed(End.TIMEOUT, "timeout")
-            raise ApiError(
-                504, f"Worker {flight.worker} did not answer in time.", type_=errors.TIMEOUT, code="upstream_timeout"
-            ) from exc
-        except (aiohttp.ClientError, OSError) as exc:
-            if self.request.transport is None:
-                raise ConnectionResetError("the client is gone") from exc
-            raise AttemptFailed(End.RESET) from exc
-
-    async def _exchange(self, upstream: Upstream, headers: CIMultiDict[str], *, fresh: bool) -> Answer:
-        self._use(upstream)
-        response = await upstream.send(self.request.method, self.target, headers, self.body, fresh=fresh)
-        answer = self._answer = Answer(response, b"")
-        if not 200 <= response.status <= 599:
-            raise aiohttp.ClientPayloadError("not a status of a final answer")  # 101 would make us a tunnel.
-        answer.first = await response.content.readany()
-        return answer
-
-    async def _relay_anywhere(self) -> web.StreamResponse:
-        """A request without a prompt (CORS preflight, /version): to the least busy worker, with nothing booked."""
-        fleet = self._parts.planner.fleet
-        names = [
-            name
-            for name in self._available()
-            if self._parts.upstreams.get(name) is not None
-            and not fleet.workers[name].draining
-            and fleet.workers[name].role is not Role.PREFILL
-        ]
-        if not names:
-            self._parts.metrics.rejected("no_worker")
-            raise errors.no_worker("none is up")
-        name = min(names, key=lambda name: sum(load.requests for load in fleet.workers[name].loads.values()))
-        upstream = self._parts.upstreams.get(name)
-        self.record.worker = name
-        if upstream is None:
-            raise errors.no_worker("none is up")
-        try:
-            answer = await self._exchange(upstream, self.headers, fresh=False)
-        except (aiohttp.ClientError, OSError) as exc:
-            raise ApiError(502, f"Worker {name} gave no answer.", type_=errors.UPSTREAM, code="upstream") from exc
-        return await self._relay(answer, self.began_s)
+    def _refused(self, refusal: RefusedByPrefill) -> web.Response:
+        """The prefill worker has said what is wrong with the request."""
+        self.record.status = refusal.status
+        response = refusal.response()
+        self._name_choice(response.headers)
+        response.headers.setdefault("X-Request-Id", self.record.request_id)
+        if self._server.draining:
+            response.force_close()
+        return response
 
     # ---- the way back ------------------------------------------------------------------------------------------------
 
@@ -336,6 +204,7 @@ class Exchange:
             headers["x-warmroute-worker"] = flight.worker
             headers["x-warmroute-cached-tokens"] = str(flight.plan.chosen.cached_tokens)
             headers["x-warmroute-overhead-ms"] = f"{record.overhead_ms:.3f}"
+        self._name_choice(headers)
         tail = UsageTail()
         if good:
             flight.first_byte()
@@ -349,7 +218,22 @@ class Exchange:
             flight.end()
         else:
             flight.refused(answer.status)
+        self._parts.handoffs.metrics.stage(
+            remote=flight.plan.remote, stage="decode", outcome="ok" if good else "refused"
+        )
         return response
+
+    def _name_choice(self, headers: MutableMapping[str, str]) -> None:
+        """`x-warmroute-outcome`, for whoever has planned the request in front of us, and for whoever wonders."""
+        record = self.record
+        if not self._parts.response_headers or record.choice is None:
+            return
+        parts = [f"id={self._plan_id or record.request_id}", f"choice={record.choice}", f"reason={record.pd_reason}"]
+        if record.prefill is not None:
+            parts.append(f"prefiller={record.prefill}")
+        if record.prefill_ms is not None:
+            parts.append(f"prefill_ms={record.prefill_ms}")
+        headers["x-warmroute-outcome"] = ";".join(parts)
 
     async def _send(
         self, answer: Answer, headers: CIMultiDict[str], flight: Flight | None, tail: UsageTail | None
@@ -370,8 +254,11 @@ class Exchange:
         if cached is None or usage.prompt_tokens is None or not 0 <= cached <= usage.prompt_tokens:
             return
         self.record.cached_tokens = cached
-        flight.cached(cached)
         worker, predicted = flight.worker, flight.plan.chosen.cached_tokens
+        if flight.plan.remote:
+            self._parts.hits.handed_over(worker, usage.prompt_tokens, cached)
+            return
+        flight.cached(cached)
         self._parts.hits.reported(worker, usage.prompt_tokens, predicted, cached)
         if cached and facts.tokens is not None:
             known = self._parts.planner.fleet.workers.get(worker)
@@ -383,24 +270,12 @@ class Exchange:
         self.record.status, self.record.error = error.status, error.code
         response = error.response()
         response.headers["X-Request-Id"] = self.record.request_id
+        self._name_choice(response.headers)
         if self._server.draining or error.status in _BODY_REASONS:
             response.force_close()
         return response
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
-
-    def _use(self, upstream: Upstream) -> None:
-        self._drop_answer()
-        if self._upstream is not None:
-            self._parts.upstreams.release(self._upstream)
-        upstream.acquire()
-        self._upstream = upstream
-
-    def _drop_answer(self) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            self.record.sent_bytes += answer.sent_bytes
-            answer.close()
 
     def _cut(self, reason: str) -> None:
         self.record.cut = reason
@@ -412,20 +287,29 @@ class Exchange:
         """Every way out leads through here, and no step keeps the next from being taken."""
         parts, record = self._parts, self.record
         try:
-            if self._flight is not None:
-                self._flight.cancel()  # Nothing, if it has ended.
-            self._drop_answer()
+            if self._dispatch is not None:
+                self._dispatch.close()
         except Exception as exc:
             errors.log_unexpected(_log, "unexpected while cleaning up; going on", exc)
         finally:
             if self._admitted:
                 self._server.leave()
-            if self._upstream is not None:
-                parts.upstreams.release(self._upstream)
             duration_s = time.monotonic() - self.began_s
             record.duration_ms = round(duration_s * 1000, 3)
             parts.metrics.request(record.worker, record.status, duration_s)
             parts.access.write(record)
+
+
+def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
+    """The facts, with what somebody in front of us has settled."""
+    keep_local = facts.keep_local
+    if keep_local is None and hints.choice == "local":
+        keep_local = PdReason.PLAN
+    if hints is NO_HINTS and keep_local is facts.keep_local:
+        return facts
+    return msgspec.structs.replace(
+        facts, keep_local=keep_local, prefill_hint=hints.prefill, rank=hints.rank, subset=hints.decode
+    )
 
 
 def _nothing_more() -> web.Response:

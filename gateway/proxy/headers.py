@@ -24,20 +24,25 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# A sidecar behind us would obey these: a client could make it connect anywhere (llm-d's and our own hand-off headers).
+# Engines and sidecars behind us would obey these: a client could make them connect anywhere, or pick a rank past the
+# planner (llm-d's, Dynamo's and our own hand-off headers). Who may be obeyed is read before (gateway.sidecar.hints).
 _STEERING = frozenset(
     {
+        b"x-bypass-remote-prefill",
         b"x-data-parallel-host-port",
+        b"x-data-parallel-rank",
         b"x-encoder-hosts-ports",
         b"x-kv-cache-source-host-port",
         b"x-prefiller-host-port",
         b"x-prefiller-url",
+        b"x-warmroute-outcome",
         b"x-warmroute-plan",
     }
 )
 _REQUEST = _HOP_BY_HOP | _STEERING | {b"host", b"content-length", b"expect"}
 
 
+_REQUEST_ID = "X-Request-Id"
 _MOST_NAMES = 1024
 _LONGEST_KEPT_BYTES = 64
 
@@ -81,8 +86,14 @@ def _passing(raw: RawHeaders, up: bool) -> CIMultiDict[str]:
 
 
 def request_headers(raw: RawHeaders) -> CIMultiDict[str]:
-    """What goes on to a worker. Host and Content-Length are the connection's own business."""
-    return _passing(raw, up=True)
+    """What goes on to a worker. Host and Content-Length are the connection's own business; of several request ids the
+    first goes on.
+    """
+    headers = _passing(raw, up=True)
+    ids = headers.getall(_REQUEST_ID, ())
+    if len(ids) > 1:
+        headers[_REQUEST_ID] = next(filter(None, ids), "")
+    return headers
 
 
 def response_headers(raw: RawHeaders) -> CIMultiDict[str]:

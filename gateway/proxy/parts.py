@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+from aiohttp import web
 
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
 from gateway.engine.health import Health
+from gateway.handoff.handoff import Shared
 from gateway.proxy.access import AccessLog
 from gateway.proxy.upstream import UpstreamPool
 from gateway.request import RequestReader
+from gateway.sidecar.hints import Hints, no_hints
 from scorer.planner import Planner
 
 
@@ -34,7 +37,12 @@ class Draining(Protocol):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a handler works with. `available(worker)`: whether requests may go there now."""
+    """What a handler works with.
+
+    `available(worker)`: whether requests may go there now. `heard_since(worker, since_s)`: whether its engine has
+    answered anything of ours since then. `hints` reads what somebody in front of us has settled. `unreachable_status`
+    answers for a worker that cannot be connected to.
+    """
 
     planner: Planner
     reader: RequestReader
@@ -48,3 +56,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     rng: random.Random
     max_body_bytes: int
     response_headers: bool
+    handoffs: Shared
+    heard_since: Callable[[str, float], bool]
+    hints: Callable[[web.BaseRequest], Hints] = no_hints
+    unreachable_status: int = 502

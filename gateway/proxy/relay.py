@@ -8,6 +8,7 @@ import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
+from gateway.handoff.cached import CachedTokens
 from gateway.proxy.errors import UPSTREAM, error_body
 from gateway.proxy.flight import Flight
 from gateway.proxy.usage import UsageTail
@@ -42,12 +43,21 @@ class RelayedResponse(web.StreamResponse):
 class Answer:
     """A worker's answer of which the headers and the first piece of the body (empty: there is no body) are here."""
 
-    __slots__ = ("first", "response", "sent_bytes")
+    __slots__ = ("first", "response", "rewriting", "sent_bytes", "whole")
 
     def __init__(self, response: aiohttp.ClientResponse, first: bytes) -> None:
         self.response = response
         self.first = first
         self.sent_bytes = 0
+        self.rewriting: CachedTokens | None = None
+        """Changes the stream on its way."""
+        self.whole = False
+        """`first` is all of it, and not what the worker said word for word."""
+
+    def become(self, body: bytes) -> None:
+        """The answer was read to its end and has changed."""
+        self.first = body
+        self.whole = True
 
     @property
     def status(self) -> int:
@@ -76,7 +86,11 @@ class Answer:
 
         Raises UpstreamBroke, ClientStalled, or ConnectionError when the client is gone.
         """
-        upstream = self.response
+        upstream, rewriting = self.response, self.rewriting
+        if self.whole or rewriting is not None:
+            headers.popall(hdrs.CONTENT_LENGTH, None)
+        if self.whole:
+            headers[hdrs.CONTENT_LENGTH] = str(len(self.first))
         response = RelayedResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         if close:
             response.force_close()
@@ -87,8 +101,10 @@ class Answer:
         while piece:
             if tail is not None:
                 tail.feed(piece)
-            self.sent_bytes += len(piece)
-            await _write(request, response, piece, flight, deadline_s)
+            out = piece if rewriting is None else rewriting.feed(piece)
+            if out:
+                self.sent_bytes += len(out)
+                await _write(request, response, out, flight, deadline_s)
             if count_lines and flight is not None:
                 line_ends += piece.count(b"\n")
                 flight.streamed(line_ends // _LINE_ENDS_PER_EVENT)
@@ -100,6 +116,9 @@ class Answer:
                     raise ConnectionResetError("the client is gone") from exc
                 await self._break_off(request, response, tail)
                 raise UpstreamBroke from exc
+        if rewriting is not None and (rest := rewriting.end()):
+            self.sent_bytes += len(rest)
+            await _write(request, response, rest, flight, deadline_s)
         await _write(request, response, None, flight, deadline_s)
         return response
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _POST = frozenset({"POST", "OPTIONS"})
@@ -62,6 +63,10 @@ class Control(NamedTuple):
     path: str
     clears: bool = False
     models: bool = False
+
+    def clears_cache(self, query: Mapping[str, str]) -> bool:
+        """Whether the prefix cache is empty after it was carried out with these parameters."""
+        return self.clears and query.get("clear_cache", "true").lower() != "false"
 
 
 def _controls() -> dict[str, Control]:

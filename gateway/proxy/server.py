@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import ssl
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -55,12 +56,13 @@ def target_of(request: web.BaseRequest) -> str:
 
 
 class HttpServer:
-    """One listening address in front of one handler."""
+    """One listening address in front of one handler; with `tls` it speaks TLS."""
 
-    def __init__(self, handler: Handler, host: str, port: int) -> None:
+    def __init__(self, handler: Handler, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._handler = handler
-        self._host = host
+        self.host = host
         self.port = port
+        self._tls = tls
         self._runner: web.ServerRunner | None = None
         self._site: web.TCPSite | None = None
 
@@ -78,13 +80,18 @@ class HttpServer:
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=_CUT_S)
         await self._runner.setup()
-        self._site = web.TCPSite(self._runner, self._host, self.port, backlog=_BACKLOG)
+        self._site = web.TCPSite(self._runner, self.host, self.port, backlog=_BACKLOG, ssl_context=self._tls)
         try:
             await self._site.start()
         except OSError:
             await self._runner.cleanup()
             raise
         self.port = self._runner.addresses[0][1]
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
     async def stop_accepting(self) -> None:
         """No new connections. Those there are may each bring one more request, whose answer closes them."""
@@ -102,12 +109,13 @@ class HttpServer:
 class DataPlane:
     """The main port: inference by `ROUTES`, and `pages` (path -> handler) beside it.
 
-    `prefixes` are pages for everything below a path.
+    `prefixes` are pages for everything below a path, `fallback` one for all other paths.
     """
 
     def __init__(self, parts: Parts, *, max_concurrency: int) -> None:
         self.pages: dict[str, Page] = {}
         self.prefixes: dict[str, Page] = {}
+        self.fallback: Page | None = None
         self.draining = False
         self.cutting = False
         self.in_flight = 0
@@ -153,7 +161,8 @@ class DataPlane:
     async def _page(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         page = self.pages.get(path)
         if page is None:
-            page = next((page for prefix, page in self.prefixes.items() if path.startswith(prefix)), None)
+            below = (page for prefix, page in self.prefixes.items() if path.startswith(prefix))
+            page = next(below, self.fallback)
         if page is None:
             self._parts.metrics.rejected("unknown_path")
             return self._refuse(request, path, errors.unknown_url(request.method, path))

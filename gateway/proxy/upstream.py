@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import ssl
 
 import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
+
+from gateway.proxy.timed import TimedBody
 
 _OWN_HEADERS_OF_AIOHTTP = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 _CACHED_URLS = 256
@@ -17,14 +20,24 @@ _PIECEWISE_ABOVE_BYTES = 1 << 20
 
 
 class PoolSettings:
-    """`pool_idle_s` must stay below the server's keep-alive (uvicorn: 5 s), or requests meet closing connections."""
+    """`pool_idle_s` must stay below the server's keep-alive (uvicorn: 5 s), or requests meet closing connections. `tls`
+    is for https URLs: how to check certificates (True: against the system's CAs).
+    """
 
-    __slots__ = ("connect_timeout_s", "pool_idle_s", "request_timeout_s")
+    __slots__ = ("connect_timeout_s", "pool_idle_s", "request_timeout_s", "tls")
 
-    def __init__(self, *, connect_timeout_s: float, pool_idle_s: float, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        pool_idle_s: float,
+        request_timeout_s: float,
+        tls: ssl.SSLContext | bool = True,
+    ) -> None:
         self.connect_timeout_s = connect_timeout_s
         self.pool_idle_s = pool_idle_s
         self.request_timeout_s = request_timeout_s
+        self.tls = tls
 
 
 class Upstream:
@@ -38,26 +51,35 @@ class Upstream:
         self._urls: dict[str, URL] = {}
         self._users = 0
         self._retired = False
+        self.asks_for_bodies = True
+        """Whether the server says 100 to Expect: 100-continue, as far as is known."""
 
     @property
     def session(self) -> aiohttp.ClientSession:
         return self._session
 
     async def send(
-        self, method: str, target: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
+        self,
+        method: str,
+        target: str,
+        headers: CIMultiDict[str],
+        body: bytes | TimedBody,
+        *,
+        fresh: bool = False,
+        ask: bool = False,
     ) -> aiohttp.ClientResponse:
         """The answer as soon as its headers are here. `target`: path and query as they stand in a request line.
 
-        `fresh`: on a new connection, which no server can be about to close. Raises aiohttp.ClientError, OSError or
-        TimeoutError.
+        `fresh`: on a new connection, which no server can be about to close. `ask`: the body goes out when the server
+        has asked for it. Raises aiohttp.ClientError, OSError or TimeoutError.
         """
         session = self._session
         if fresh:
             if self._fresh is None:
                 self._fresh = self._new_session(keep=False)
             session = self._fresh
-        data: bytes | io.BytesIO | None = body or None
-        if len(body) > _PIECEWISE_ABOVE_BYTES:
+        data: bytes | io.BytesIO | TimedBody | None = body or None
+        if isinstance(body, bytes) and len(body) > _PIECEWISE_ABOVE_BYTES:
             data = io.BytesIO(body)
         return await session.request(
             method,
@@ -66,6 +88,7 @@ class Upstream:
             data=data,
             allow_redirects=False,
             skip_auto_headers=_OWN_HEADERS_OF_AIOHTTP,
+            expect100=ask,
         )
 
     def acquire(self) -> None:
@@ -99,9 +122,9 @@ class Upstream:
     def _new_session(self, *, keep: bool) -> aiohttp.ClientSession:
         settings = self._settings
         connector = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.pool_idle_s)
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.pool_idle_s, ssl=settings.tls)
             if keep
-            else aiohttp.TCPConnector(limit=0, force_close=True)
+            else aiohttp.TCPConnector(limit=0, force_close=True, ssl=settings.tls)
         )
         timeout = aiohttp.ClientTimeout(
             total=settings.request_timeout_s, connect=settings.connect_timeout_s, ceil_threshold=float("inf")

@@ -30,6 +30,7 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -97,7 +98,7 @@ def _reduced(usage: _Usage) -> Usage | None:
     if usage.input_tokens is None:
         return None
     if usage.cache_read_input_tokens is not None:  # /v1/messages counts cached tokens apart from the others.
-        cached = usage.cache_read_input_tokens
-        return Usage(usage.input_tokens + cached, usage.output_tokens, cached)
+        cached, created = usage.cache_read_input_tokens, usage.cache_creation_input_tokens or 0
+        return Usage(usage.input_tokens + cached + created, usage.output_tokens, cached)
     details = usage.input_tokens_details
     return Usage(usage.input_tokens, usage.output_tokens, None if details is None else details.cached_tokens)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from engines import REPOSITORY, VllmServer, start_all, stop_all
 from gateway_process import reports
+from pd_fleet import PdFleet
 
 LOGS = REPOSITORY / ".e2e" / "logs"
 _running: list[VllmServer] = []
@@ -77,3 +78,22 @@ def three_servers(engine_logs: pathlib.Path) -> Iterator[list[VllmServer]]:
 def engine(three_servers: list[VllmServer]) -> VllmServer:
     """The first of the three."""
     return three_servers[0]
+
+
+@pytest.fixture(scope="session")
+def pd_servers(engine: VllmServer, engine_logs: pathlib.Path) -> Iterator[PdFleet]:
+    """Two prefill and two decode servers beside the plain `engine`, started when the first test asks for them."""
+    fleet = PdFleet(engine, engine_logs)
+    start_all(fleet.servers)
+    _running.extend(fleet.servers)
+    yield fleet
+    for server in fleet.servers:
+        _running.remove(server)
+    stop_all(fleet.servers)
+
+
+@pytest.fixture
+def fleet(pd_servers: PdFleet) -> Iterator[PdFleet]:
+    """The same, and whatever a test does to them: no engine may be dead at its end."""
+    yield pd_servers
+    pd_servers.assert_alive()

@@ -295,6 +295,11 @@ class VllmServer:
     def get(self, path: str, timeout_s: float = 30.0) -> Response:
         return self._request(urllib.request.Request(self.url + path), timeout_s)
 
+    def metric(self, name: str) -> float:
+        """Sum of all samples of one Prometheus metric, 0 when there is none."""
+        lines = str(self.get("/metrics").body).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].partition(" ")[0] == name)
+
     def post(
         self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, timeout_s: float = 60.0
     ) -> Response:

@@ -1,4 +1,4 @@
-"""`warmroute gateway` as users run it: a process of its own in front of real engines."""
+"""`warmroute gateway` and `warmroute sidecar` as users run them: processes of their own in front of real engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engines import REPOSITORY, VllmServer, free_port
@@ -24,13 +25,21 @@ def report(figure: str) -> None:
     reports.append(figure)
 
 
-class Gateway:
-    """Starts, asks and stops one gateway. Its log is beside the engines'."""
+class Face:
+    """Starts, asks and stops one warmroute process. Its log is beside the engines'.
 
-    def __init__(self, servers: list[VllmServer], log_dir: pathlib.Path, *args: str) -> None:
-        self.servers = servers
-        self.log = log_dir / "gateway.log"
+    Args:
+        command: `gateway` or `sidecar`, whose flags for ports are named after it.
+        log_dir: folder for ``<command>.log``; a restart appends.
+        args: more of the command line.
+        workers: flag and base URL of each worker, such as ``("--prefill", url)``.
+    """
+
+    def __init__(self, command: str, log_dir: pathlib.Path, args: Sequence[str], workers: Sequence[tuple[str, str]]):
+        self.command = command
+        self.log = log_dir / f"{command}.log"
         self.args = args
+        self.worker_flags = workers
         self.port, self.admin_port = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -43,21 +52,28 @@ class Gateway:
         return f"http://127.0.0.1:{self.admin_port}"
 
     def start(self) -> None:
-        """Start and wait until every server's model, events and replayed past are there."""
-        command = [sys.executable, "-m", "gateway", "gateway", "--gateway-host", "127.0.0.1"]
-        command += ["--gateway-port", str(self.port), "--gateway-admin-port", str(self.admin_port), *self.args]
-        for server in self.servers:
-            command += ["--worker", server.url]
+        """Start and wait until every worker's model, events and replayed past are there."""
+        name = self.command
+        command = [sys.executable, "-m", "gateway", name, f"--{name}-host", "127.0.0.1"]
+        command += [f"--{name}-port", str(self.port), f"--{name}-admin-port", str(self.admin_port), *self.args]
+        for flag, url in self.worker_flags:
+            command += [flag, url]
         env = {k: v for k, v in os.environ.items() if not k.startswith("WARMROUTE_")}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=log, stderr=log)
-        poll(self.ready, START_DEADLINE_S, lambda: f"the gateway is not ready:\n{self.log_tail()}")
+        poll(self.ready, START_DEADLINE_S, lambda: f"the {name} is not ready:\n{self.log_tail()}")
 
     def ready(self) -> bool:
         if self._process is None or self._process.poll() is not None:
-            raise AssertionError(f"the gateway ended:\n{self.log_tail()}")
+            raise AssertionError(f"the {self.command} ended:\n{self.log_tail()}")
         try:
-            return self.get(f"{self.url}/health").get("usable") == len(self.servers) and not self.degraded("events_")
+            workers = self.workers()
+            return (
+                len(workers) == len(self.worker_flags)
+                and all(w["state"] == "healthy" and w["models"] for w in workers.values())
+                and not self.degraded("events_")
+                and not self.degraded("stats_")
+            )
         except OSError:
             return False
 
@@ -67,7 +83,7 @@ class Gateway:
 
     def degraded(self, prefix: str = "") -> list[str]:
         """What `/readyz?verbose` names as not as it should be."""
-        found = self.get(f"{self.url}/readyz?verbose")["degraded"]
+        found = self.get(f"{self.admin_url}/readyz?verbose")["degraded"]
         return [f"{d['what']} {d.get('worker', '')} {d['detail']}" for d in found if d["what"].startswith(prefix)]
 
     def stop(self) -> None:
@@ -89,8 +105,23 @@ class Gateway:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """What `/health` says of each worker."""
-        workers: dict[str, dict[str, Any]] = self.get(f"{self.url}/health")["workers"]
+        workers: dict[str, dict[str, Any]] = self.get(f"{self.admin_url}/health")["workers"]
         return workers
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of `/metrics`, by its name with labels as printed."""
+        with urllib.request.urlopen(f"{self.admin_url}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
+    def metric(self, name: str, *labels: str) -> float:
+        """Sum of the samples of one metric whose labels, as printed, contain all of `labels`."""
+        return sum(
+            value
+            for key, value in self.metrics().items()
+            if key.partition("{")[0] == name and all(label in key for label in labels)
+        )
 
     @staticmethod
     def get(url: str) -> Any:
@@ -124,6 +155,30 @@ class Gateway:
         status, _, answer = self.post("/debug/explain", body, admin=True)
         assert status == 200, answer
         return {c["decode"][0]: c["cached_tokens"] for c in answer["considered"]}
+
+
+class Gateway(Face):
+    """`warmroute gateway` over `servers`, and over workers with a role given by URL."""
+
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        log_dir: pathlib.Path,
+        *args: str,
+        prefill: Sequence[str] = (),
+        decode: Sequence[str] = (),
+    ) -> None:
+        self.servers = list(servers)
+        flags = [("--worker", server.url) for server in servers]
+        flags += [("--prefill", url) for url in prefill] + [("--decode", url) for url in decode]
+        super().__init__("gateway", log_dir, args, flags)
+
+
+class Sidecar(Face):
+    """`warmroute sidecar` before `engine`, with the prefill workers it knows of from the start."""
+
+    def __init__(self, engine: str, log_dir: pathlib.Path, *args: str, prefill: Sequence[str] = ()) -> None:
+        super().__init__("sidecar", log_dir, args, [("--engine", engine), *(("--prefill", url) for url in prefill)])
 
 
 def poll(condition: Callable[[], Any], deadline_s: float, message: Callable[[], str]) -> Any:

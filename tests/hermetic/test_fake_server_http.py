@@ -86,10 +86,7 @@ async def test_chat_answer_has_the_recorded_shape(engine: FakeVllm, http: aiohtt
     call = CALLS["chat_return_token_ids"]
     status, body = await post(http, engine, call["path"], call["request"])
     assert status == 200
-    # A cold and a warm answer differ in created_cache_tokens, which is an int or null.
-    recorded = call["response"]
-    recorded["usage"]["prompt_tokens_details"]["created_cache_tokens"] = None
-    assert shape(body) == shape(recorded)
+    assert shape(body) == shape(call["response"])
     assert body["prompt_token_ids"] == chat.render(call["request"]["messages"])
 
 
@@ -336,70 +333,6 @@ async def test_anthropic_and_responses(engine: FakeVllm, http: aiohttp.ClientSes
     body = {"model": "tiny", "input": "hi", "instructions": "be brief", "max_output_tokens": 4}
     status, answer = await post(http, engine, "/v1/responses", body)
     assert (status, answer["status"], answer["usage"]["output_tokens"]) == (200, "incomplete", 4)
-
-
-async def test_prefill_and_decode_servers_hand_over(http: aiohttp.ClientSession) -> None:
-    async with FakeVllm(config(kv_connector=True)) as prefill, FakeVllm(config(kv_connector=True)) as decode:
-        prompt = list(range(100, 600))
-        greedy = {"model": "tiny", "prompt": prompt, "temperature": 0}
-        offer = {**greedy, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-        _, answer = await post(http, prefill, "/v1/completions", offer)
-        params = answer["kv_transfer_params"]
-        assert len(params["remote_block_ids"][0]) == 16
-        assert prefill.stats()[0].held == 1
-        _, remote = await post(
-            http, decode, "/v1/completions", {**greedy, "max_tokens": 20, "kv_transfer_params": params}
-        )
-        assert prefill.stats()[0].held == 0
-        assert decode.stats()[0].external_hits == 500
-        _, local = await post(http, prefill, "/v1/completions", {**greedy, "max_tokens": 20})
-        assert remote["choices"][0]["text"] == local["choices"][0]["text"]
-        # Used twice: the prefill server no longer holds the blocks.
-        await post(http, decode, "/v1/completions", {**greedy, "max_tokens": 1, "kv_transfer_params": params})
-        assert prefill.nixl[0].late == 1
-
-
-async def test_a_rejected_decode_releases_the_prefill_blocks(http: aiohttp.ClientSession) -> None:
-    """P1: decode rejects the request before admission, the prefill side's blocks do not stay pinned."""
-    async with FakeVllm(config(kv_connector=True)) as prefill, FakeVllm(config(kv_connector=True)) as decode:
-        body = {"model": "tiny", "prompt": list(range(100, 300)), "max_tokens": 1}
-        _, answer = await post(
-            http, prefill, "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
-        )
-        bad = {**body, "model": "nope", "kv_transfer_params": answer["kv_transfer_params"]}
-        assert (await post(http, decode, "/v1/completions", bad))[0] == 404
-        assert prefill.stats()[0].held == 0
-
-
-async def test_the_lease_ends_if_no_decode_comes(http: aiohttp.ClientSession) -> None:
-    async with FakeVllm(config(kv_connector=True, kv_lease_s=0.02)) as prefill:
-        body = {"model": "tiny", "prompt": list(range(100, 300)), "max_tokens": 1}
-        await post(http, prefill, "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}})
-        await until(lambda: not prefill.stats()[0].held)
-        assert prefill.nixl[0].expired == 1
-
-
-@pytest.mark.parametrize(("policy", "status"), [("fail", 500), ("recompute", 200)])
-async def test_a_prefill_server_that_is_gone(http: aiohttp.ClientSession, policy: str, status: int) -> None:
-    async with FakeVllm(config(kv_connector=True)) as prefill:
-        body = {"model": "tiny", "prompt": list(range(100, 300)), "max_tokens": 1}
-        _, answer = await post(
-            http, prefill, "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
-        )
-    async with FakeVllm(config(kv_connector=True, kv_load_failure_policy=policy)) as decode:
-        late = {**body, "kv_transfer_params": answer["kv_transfer_params"]}
-        assert (await post(http, decode, "/v1/completions", late))[0] == status
-        assert decode.nixl[0].failed == 1
-        assert decode.drivers[0].engine.pool.num_used == 0
-
-
-async def test_half_given_transfer_params_kill_the_engine(http: aiohttp.ClientSession) -> None:
-    """As real vLLM does: a gateway must never let them through."""
-    async with FakeVllm(config(kv_connector=True)) as decode:
-        body = {"model": "tiny", "prompt": "x", "kv_transfer_params": {"do_remote_prefill": True}}
-        assert (await post(http, decode, "/v1/completions", body))[0] == 500
-        async with http.get(decode.url + "/health") as response:
-            assert response.status == 503
 
 
 async def test_command_line_prints_its_endpoints(http: aiohttp.ClientSession) -> None:

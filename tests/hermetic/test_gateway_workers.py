@@ -312,8 +312,8 @@ async def test_a_silent_rank_does_not_look_empty() -> None:
                 assert response.status == 200
 
         await ask(0)
-        await until(lambda: ("a", 0) in core._heard)
-        core._watch_events()
+        await until(lambda: ("a", 0) in core.publishing._heard)
+        core.publishing.watch()
         assert not worker.publishes_events
         core.hits.predicted("a", 1, 0)
         silent = [row.detail for row in degradations(core) if row.what == "events_silent"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 from indexer import PrefixIndex, decode_batch
 from scorer.fleet import Fleet
 from scorer.planner import Planner
-from scorer.types import ChangeKind, EngineStats, Outcome, OutcomeKind, Plan, RequestFacts, Role, WorkerChange
+from scorer.types import ChangeKind, EngineStats, Outcome, OutcomeKind, PdReason, Plan, RequestFacts, Role, WorkerChange
 from tests.support.wire import stored
 
 BLOCK = 16
@@ -31,6 +32,20 @@ class W:
     events: bool = True
     weight: float = 1.0
     scraped: bool = True
+    asked: bool = True
+    """Whether it has said what it serves."""
+    block_size: int | None = BLOCK
+    max_model_len: int | None = None
+
+
+def P(name: str, **changes: Any) -> W:
+    """A prefill worker."""
+    return W(name, role=Role.PREFILL, **changes)
+
+
+def D(name: str, **changes: Any) -> W:
+    """A decode worker."""
+    return W(name, role=Role.DECODE, **changes)
 
 
 @dataclass
@@ -64,13 +79,28 @@ class Rig:
     def observe(self, plan: Plan, kind: OutcomeKind, **kwargs: object) -> None:
         self.planner.observe(plan.request_id, Outcome(kind=kind, **kwargs), self.now_s)  # type: ignore[arg-type]
 
+    def next_prefill(
+        self, plan: Plan, why: PdReason = PdReason.PREFILL_FAILED, *, local: bool = False, available: Any = None
+    ) -> Plan:
+        """What is planned after the prefill worker of `plan` has failed."""
+        after = self.planner.next_prefill(plan.request_id, why, available, self.now_s, self.rng, local=local)
+        assert after is not None
+        return after
+
     def load(self, worker: str, rank: int = 0) -> int:
         return self.planner.fleet.workers[worker].loads[rank].requests
 
+    def loads(self) -> dict[str, int]:
+        """Booked requests by worker."""
+        return {
+            worker.name: sum(load.requests for load in worker.loads.values())
+            for worker in self.planner.fleet.workers.values()
+        }
 
-def fleet(*workers: W, policy: str = "warmroute", seed: int = 1) -> Rig:
+
+def fleet(*workers: W, policy: str = "warmroute", pd_policy: str = "local", seed: int = 1) -> Rig:
     index = PrefixIndex()
-    planner = Planner(Fleet(), index, policy=policy)
+    planner = Planner(Fleet(), index, policy=policy, pd_policy=pd_policy)
     rig = Rig(planner, index, random.Random(seed))
     for w in workers:
         add(rig, w)
@@ -83,7 +113,10 @@ def add(rig: Rig, w: W) -> None:
         WorkerChange(kind=ChangeKind.ADDED, worker=w.name, url=f"http://{w.name}", role=w.role, weight=w.weight)
     )
     assert worker is not None
-    fleet_.set_capabilities(w.name, models=w.models, adapters=w.adapters, ranks=range(w.ranks))
+    if w.asked:
+        fleet_.set_capabilities(
+            w.name, models=w.models, adapters=w.adapters, ranks=range(w.ranks), max_model_len=w.max_model_len
+        )
     if w.scraped:
         fleet_.set_stats(
             w.name,
@@ -93,7 +126,7 @@ def add(rig: Rig, w: W) -> None:
                 waiting=w.waiting,
                 kv_usage=w.kv_usage,
                 kv_blocks=w.kv_blocks,
-                block_size=BLOCK,
+                block_size=w.block_size,
             ),
         )
     worker.publishes_events = w.events

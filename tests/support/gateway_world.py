@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -14,7 +14,7 @@ from bench.engine.config import FakeVllmConfig
 from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
 from gateway.config import Config
-from gateway.config.schema import GatewayConfig, HealthConfig, LoggingConfig, TokensConfig, Worker
+from gateway.config.schema import GatewayConfig, HealthConfig, LoggingConfig, PdConfig, TokensConfig, Worker
 from gateway.run import Gateway
 
 
@@ -24,10 +24,26 @@ def engine(**changes: Any) -> FakeVllmConfig:
     return config.with_engine(timing=preset("instant"), max_model_len=16_384, num_gpu_blocks=4000)
 
 
-class Fleet:
-    """In a test: ``async with Fleet(a=engine(), b=engine()) as fleet:``. Ready when it is entered."""
+def prefill(**changes: Any) -> FakeVllmConfig:
+    """Such an engine that hands prompts over to others."""
+    return engine(kv_connector=True, kv_role="kv_producer", **changes)
 
-    def __init__(self, **engines: FakeVllmConfig) -> None:
+
+def decode(**changes: Any) -> FakeVllmConfig:
+    """Such an engine that fetches prompts from others."""
+    return engine(kv_connector=True, kv_role="kv_consumer", **changes)
+
+
+_ROLES: dict[str, Literal["both", "prefill", "decode"]] = {"kv_producer": "prefill", "kv_consumer": "decode"}
+
+
+class Fleet:
+    """In a test: ``async with Fleet(a=engine(), b=engine()) as fleet:``. Ready when entered. An engine's `kv_role`
+    is its worker's role.
+    """
+
+    def __init__(self, pd: PdConfig | None = None, **engines: FakeVllmConfig) -> None:
+        self._pd = pd or PdConfig()
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
 
@@ -46,7 +62,11 @@ class Fleet:
         gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0)
         config = Config(
             gateway=gateway,
-            workers=tuple(Worker(url=server.url, name=name) for name, server in self.engines.items()),
+            workers=tuple(
+                Worker(url=server.url, name=name, role=_ROLES.get(server.config.kv_role, "both"))
+                for name, server in self.engines.items()
+            ),
+            pd=self._pd,
             health=HealthConfig(scrape_interval_s=0.1),
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),

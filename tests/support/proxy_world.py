@@ -12,20 +12,23 @@ from typing import Any
 
 import aiohttp
 
+from gateway.config.schema import PdConfig
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
 from gateway.engine.health import Health
+from gateway.handoff.assembly import assemble
 from gateway.proxy.access import AccessLog
 from gateway.proxy.parts import Parts
 from gateway.proxy.server import DataPlane, HttpServer
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.request import RequestReader
+from gateway.sidecar.hints import NO_HINTS
 from gateway.tokens import TokenService
 from indexer import PrefixIndex
 from scorer.fleet import Fleet
 from scorer.planner import Planner
-from scorer.types import ChangeKind, WorkerChange
+from scorer.types import ChangeKind, EngineStats, Role, WorkerChange
 
 Script = Callable[["Call"], Awaitable[None]]
 
@@ -89,6 +92,8 @@ class Stub:
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        self.continues = True
+        """Whether it asks for bodies that wait to be asked for."""
         self.calls: list[Call] = []
         self.connections = 0
         self._server: asyncio.Server | None = None
@@ -121,6 +126,8 @@ class Stub:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
+                if self.continues and b"\r\nexpect: 100-continue" in head.lower():
+                    writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 length = next(
                     (int(r.split(b":")[1]) for r in head.lower().split(b"\r\n") if r.startswith(b"content-length:")), 0
                 )
@@ -150,12 +157,18 @@ class World:
         pool_idle_s: float = 4.0,
         request_timeout_s: float = 30.0,
         response_headers: bool = True,
+        pd: PdConfig | None = None,
+        roles: dict[str, Role] | None = None,
     ) -> None:
+        self.pd = pd or PdConfig()
         self.fleet = Fleet()
-        self.planner = Planner(self.fleet, PrefixIndex(), policy=policy)
+        self.planner = Planner(self.fleet, PrefixIndex(), policy=policy, pd_policy=self.pd.policy or "local")
         self.tokens = TokenService()
         self.health = Health()
         self.down: set[str] = set()
+        self.frozen: set[str] = set()
+        """Workers whose engines answer no scrape."""
+        self.hints = NO_HINTS
         self.metrics = Metrics(policy)
         self.hits = HitBook()
         self.log = io.StringIO()
@@ -163,6 +176,7 @@ class World:
             connect_timeout_s=1.0, pool_idle_s=pool_idle_s, request_timeout_s=request_timeout_s
         )
         self._workers = workers
+        self._roles = roles or {}
         self._model = model
         self._ranks = ranks
         self._limits = (max_body_bytes, max_concurrency, response_headers)
@@ -171,6 +185,17 @@ class World:
     async def __aenter__(self) -> World:
         body_bytes, concurrency, response_headers = self._limits
         self.upstreams = UpstreamPool(self._settings)
+        self.handoffs = assemble(
+            self.pd,
+            planner=self.planner,
+            upstreams=self.upstreams,
+            health=self.health,
+            hits=self.hits,
+            registry=self.metrics.registry,
+            available=lambda name: name not in self.down and self.health.available(name),
+            nixl_of=lambda _: None,
+            rng=random.Random(1),
+        )
         self.parts = Parts(
             planner=self.planner,
             reader=RequestReader(self.fleet, self.tokens),
@@ -184,6 +209,9 @@ class World:
             rng=random.Random(1),
             max_body_bytes=body_bytes,
             response_headers=response_headers,
+            handoffs=self.handoffs,
+            heard_since=lambda name, since_s: name not in self.frozen,
+            hints=lambda request: self.hints,
         )
         for name, url in self._workers.items():
             self.add(name, url)
@@ -196,12 +224,15 @@ class World:
     async def __aexit__(self, *_: object) -> None:
         await self.http.close()
         await self.server.close()
+        await self.handoffs.releases.close()
         await self.upstreams.close()
         await self.access.close()
         await self.tokens.close()
 
     def add(self, name: str, url: str, model: str | None = None, adapters: tuple[str, ...] = ()) -> None:
-        self.fleet.apply(WorkerChange(kind=ChangeKind.ADDED, worker=name, url=url))
+        role = self._roles.get(name, Role.BOTH)
+        self.fleet.apply(WorkerChange(kind=ChangeKind.ADDED, worker=name, url=url, role=role))
+        self.fleet.set_stats(name, EngineStats(scraped_at_s=0.0, block_size=16))
         models = [model or self._model]
         self.fleet.set_capabilities(name, models=models, adapters=adapters, ranks=range(self._ranks))
         self.planner.configure_worker(name)

@@ -27,6 +27,7 @@ WORKER = st.builds(
     role=st.sampled_from(["both", "prefill", "decode"]),
     events=st.none() | ENDPOINT,
     replay=st.none() | ENDPOINT,
+    nixl=st.none() | st.sampled_from(["10.0.0.1", "[fd00::1]:5600", "nic-0:5600"]),
     labels=st.dictionaries(TEXT, TEXT, max_size=3),
 )
 
@@ -45,7 +46,21 @@ def outcome(load: Callable[[], Config]) -> Config | ConfigError:
         return exc
 
 
+SPECIAL: dict[str, st.SearchStrategy[Any]] = {
+    "allow": st.lists(st.sampled_from(["*", "10.0.0.0/8:*", "[fd00::/8]:8000", "pod-1.ns:8000"]), max_size=3).map(
+        tuple
+    ),
+    "data_parallel_size": st.integers(1, 4),
+    "engine": st.sampled_from(["http://10.0.0.1:8200", "https://[fd00::1]/base"]),
+    "lease_s": st.floats(1.0, 100.0, exclude_min=True),
+}
+
+
 def valid(key: Key) -> st.SearchStrategy[Any]:
+    if key.name in SPECIAL:
+        return SPECIAL[key.name]
+    if key.name == "policy" and "one of" not in key.expected:
+        return st.none() | st.sampled_from(["header", "threshold:0", "isl:2048,0.7", "isl-ratio:4096,0.6"])
     if key.is_workers:
         return st.lists(WORKER, max_size=4, unique_by=lambda w: w.url).map(tuple)
     if key.section:
@@ -77,7 +92,10 @@ def test_printed_default_reads_back_as_the_default_and_names_every_key() -> None
 
 @given(CONFIG)
 def test_any_config_printed_reads_back_equal(config: Config) -> None:
-    if config.gateway.port == config.gateway.admin_port:
+    sidecar = config.sidecar
+    if config.gateway.port == config.gateway.admin_port or (config.tls.cert is None) != (config.tls.key is None):
+        return
+    if sidecar.port > 65000 or sidecar.admin_port in range(sidecar.port, sidecar.port + sidecar.data_parallel_size):
         return
     assert read(config_yaml(config)) == config
 

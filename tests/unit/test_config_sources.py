@@ -1,22 +1,36 @@
 """YAML < environment < flags, and what each says about a mistake."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
+from gateway.cli import Parser
 from gateway.config import Config, ConfigError, Worker, load_config, load_workers
+from gateway.config.flags import GATEWAY_ALIASES, SIDECAR_ALIASES, add_config_flags, parse_flags
 from gateway.config.keys import dotted, env_name, flag_name, leaves
+from gateway.discovery.base import change
+from gateway.discovery.lines import read_lines
+from scorer.types import ChangeKind
 
 LEAVES = [path for path, key in leaves() if not key.is_workers]
 # One valid value other than the default for each type of key, by the words of its error message.
 OTHER = {
-    "true or false": "false",
     "a non-empty text": "elsewhere",
     "a non-empty text or null": "elsewhere",
     "a ZeroMQ endpoint (tcp://host:port or ipc://path) or null": "tcp://127.0.0.1:5557",
+    "an http:// or https:// URL without user, query or fragment": "https://10.0.0.1:9",
+    "an integer >= 1 and <= 256": "4",
 }
+# ... and those of which not every value is good.
+OTHER_OF = {
+    ("pd", "policy"): "isl:2048,0.7",
+    ("pd", "allow"): "10.0.0.0/8:*, [fd00::/8]:8000",
+    ("pd", "lease_margin_s"): "1",
+}
+# Keys that need another one.
+CONTEXT = {("events", "bind_endpoint"): "tcp://127.0.0.1:5557", ("tls", "cert"): "c.pem", ("tls", "key"): "k.pem"}
 
 
 def other_value(expected: str) -> str:
@@ -55,9 +69,14 @@ def test_nothing_given_is_the_default() -> None:
 @pytest.mark.parametrize("path", LEAVES, ids=dotted)
 def test_every_key_can_be_set_by_environment_and_flag(path: tuple[str, ...]) -> None:
     key = dict(leaves())[path]
-    text = OTHER.get(key.expected) or other_value(key.expected)
-    by_env = load_config(env={env_name(path): text, "WARMROUTE_EVENTS__BIND_ENDPOINT": "tcp://127.0.0.1:5557"})
-    by_flag = load_config(flags={path: text, ("events", "bind_endpoint"): "tcp://127.0.0.1:5557"})
+    if key.type == Literal[key.default]:
+        return  # There is no other value yet.
+    text = OTHER_OF.get(path) or OTHER.get(key.expected) or other_value(key.expected)
+    if key.type is bool:
+        text = str(not key.default).lower()
+    given = {**CONTEXT, path: text}
+    by_env = load_config(env={env_name(each): value for each, value in given.items()})
+    by_flag = load_config(flags=given)
     assert by_env == by_flag
     assert value_at(by_env, path) != key.default
     assert flag_name(path).startswith("--")
@@ -273,6 +292,21 @@ def test_empty_variable_of_an_optional_key_is_null(write: Any, text: str) -> Non
     [
         ({("gateway", "admin_port"): "8000"}, "gateway.admin_port", "--gateway-admin-port"),
         ({("events", "mode"): "bind"}, "events.bind_endpoint", "default"),
+        ({("tls", "cert"): "c.pem"}, "tls.key", "default"),
+        ({("tls", "key"): "k.pem"}, "tls.cert", "default"),
+        ({("pd", "policy"): "sometimes"}, "pd.policy", "--pd-policy"),
+        ({("pd", "policy"): "threshold:-1"}, "pd.policy", "--pd-policy"),
+        ({("pd", "lease_s"): "5"}, "pd.lease_margin_s", "default"),
+        ({("pd", "allow"): "a:1,10.0.0.0/8"}, "pd.allow[1]", "--pd-allow"),
+        ({("sidecar", "admin_port"): "8000"}, "sidecar.admin_port", "--sidecar-admin-port"),
+        (
+            {("sidecar", "admin_port"): "8003", ("sidecar", "data_parallel_size"): "4"},
+            "sidecar.admin_port",
+            "--sidecar-admin-port",
+        ),
+        ({("sidecar", "engine"): "http://localhost:8000"}, "sidecar.engine", "--sidecar-engine"),
+        ({("sidecar", "port"): "8199", ("sidecar", "data_parallel_size"): "2"}, "sidecar.engine", "default"),
+        ({("sidecar", "port"): "65535", ("sidecar", "data_parallel_size"): "2"}, "sidecar.port", "--sidecar-port"),
         ({("workers",): "http://a,http://b,http://a"}, "workers[2].url", "--workers"),
         ({("workers",): "[{url: http://a, name: n}, {url: http://b, name: n}]"}, "workers[1].name", "--workers"),
     ],
@@ -283,9 +317,85 @@ def test_what_no_single_key_shows(flags: dict[tuple[str, ...], Any], key: str, s
     assert [(p.key, p.source) for p in caught.value.problems] == [(key, source)]
 
 
+def test_entry_that_cannot_be_read_is_named_with_its_line(write: Any) -> None:
+    file = write("pd:\n  allow:\n  - a:1\n  - http://b:2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.source) == ("pd.allow[1]", f"{file}:4")
+    assert "'http://b:2' cannot be read" in problem.message
+
+
+def test_lists_of_texts_from_every_source(write: Any) -> None:
+    allow = ("a:1", "[::1]:*", "[fd00::/8]:8000")
+    assert load_config(write("pd: {allow: ['a:1', '[::1]:*', '[fd00::/8]:8000']}\n")).pd.allow == allow
+    assert load_config(env={"WARMROUTE_PD__ALLOW": " a:1 ,[::1]:*,,[fd00::/8]:8000"}).pd.allow == allow
+    assert load_config(flags={("pd", "allow"): ["a:1,[::1]:*", "[fd00::/8]:8000"]}).pd.allow == allow
+    assert load_config(env={"WARMROUTE_PD__ALLOW": '["a:1", "[::1]:*", "[fd00::/8]:8000"]'}).pd.allow == allow
+    assert load_config(write("pd: {allow: }\n"), env={"WARMROUTE_PD__ALLOW": ""}).pd.allow == ()
+    for bad in ("a:1", "[7]", "['']", "{a: 1}"):
+        with pytest.raises(ConfigError, match=r"pd\.allow: expected a list of texts"):
+            load_config(write(f"pd: {{allow: {bad}}}\n"))
+
+
+def flags_of(*args: str, aliases: Any = GATEWAY_ALIASES) -> Config:
+    parser = Parser(prog="warmroute test", description="")
+    add_config_flags(parser, aliases)
+    _, given, unknown = parse_flags(parser, args)
+    return load_config(flags=given, unknown_flags=unknown)
+
+
+def test_prefill_and_decode_add_workers_with_a_role_in_the_order_given() -> None:
+    config = flags_of(
+        "--prefill", "http://p1:1,http://p2:2", "--worker", "http://b:3", "--decode=http://d:4", "--prefill", "http://p3:5"
+    )  # fmt: skip
+    assert [(worker.url, worker.role) for worker in config.workers] == [
+        ("http://p1:1", "prefill"),
+        ("http://p2:2", "prefill"),
+        ("http://b:3", "both"),
+        ("http://d:4", "decode"),
+        ("http://p3:5", "prefill"),
+    ]
+    with pytest.raises(ConfigError, match=r"--workers: workers\[0\]\.url: expected an http"):
+        flags_of("--prefill", "p1:1")
+
+
+def test_short_flags_mean_the_face_they_are_given_to() -> None:
+    config = flags_of("--host", "h", "--port", "1", "--pd-policy", "local", "--on-prefill-failure", "fail")
+    assert (config.gateway.host, config.gateway.port) == ("h", 1)
+    assert (config.pd.policy, config.pd.on_prefill_failure) == ("local", "fail")
+    config = flags_of(
+        "--host", "h", "--port", "1", "--engine", "http://e:2", "--no-hint", "local", aliases=SIDECAR_ALIASES
+    )
+    assert (config.sidecar.host, config.sidecar.port, config.sidecar.engine) == ("h", 1, "http://e:2")
+    assert (config.gateway, config.pd.no_hint) == (Config().gateway, "local")
+
+
+@pytest.mark.parametrize("nixl", ["10.0.0.1", "10.0.0.1:5600", "[fd00::1]:5600", "[fd00::1]", "pod-1.ns"])
+def test_side_channel_of_a_worker(write: Any, nixl: str) -> None:
+    (worker,) = load_config(write(f"workers: [{{url: 'http://a:1', role: prefill, nixl: '{nixl}'}}]\n")).workers
+    assert worker.nixl == nixl
+
+
+@pytest.mark.parametrize("nixl", ["", "10.0.0.1:", "10.0.0.1:99999", "tcp://a:1", "fd00::1", "a b"])
+def test_side_channel_that_is_no_address(write: Any, nixl: str) -> None:
+    with pytest.raises(ConfigError, match=r"workers\[0\]\.nixl: expected host or host:port"):
+        load_config(write(f"workers: [{{url: 'http://a:1', nixl: '{nixl}'}}]\n"))
+
+
 def test_same_port_on_two_addresses_is_fine() -> None:
     flags = {("gateway", "host"): "10.0.0.1", ("gateway", "admin_port"): "8000"}
     assert load_config(flags=flags).gateway.admin_port == 8000
+
+
+def test_workers_file_takes_role_and_side_channel(tmp_path: Path) -> None:
+    file = tmp_path / "workers.yaml"
+    file.write_text("- {url: http://b:2, role: prefill, nixl: 'b-nic:5600'}\n")
+    (worker,) = load_workers(str(file))
+    assert (worker.role, worker.nixl) == ("prefill", "b-nic:5600")
+    assert change(ChangeKind.ADDED, "b", worker).nixl_endpoint == "b-nic:5600"
+    (worker,) = read_lines("http://b:2 role=prefill nixl=b-nic\n", "x")
+    assert (worker.role, worker.nixl) == ("prefill", "b-nic")
 
 
 def test_workers_file_holds_the_list_alone(tmp_path: Path) -> None:

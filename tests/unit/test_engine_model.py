@@ -223,7 +223,7 @@ def test_remote_prefill_pins_on_one_side_and_pulls_on_the_other() -> None:
     prefill, decode = engine(), engine()
     prefill.add_request(request("p", range(10), hold_blocks=True), 0.0)
     drain(prefill)
-    assert prefill.stats().held == 1
+    assert (prefill.stats().held, prefill.stats().held_blocks) == (1, 3)
     assert len(prefill.held_blocks("p")) == 3
     decode.add_request(request("d", range(10), max_tokens=3, remote_tokens=10), 0.0)
     result = decode.step(0.0)
@@ -235,7 +235,8 @@ def test_remote_prefill_pins_on_one_side_and_pulls_on_the_other() -> None:
     results = drain(decode)
     assert results[0].scheduled_tokens == 1  # only the last prompt token is computed again
     assert kinds(results[0].events) == ["BlockStored"]
-    assert decode.stats().external_hits == 10
+    stats = decode.stats()
+    assert (stats.external_hits, stats.pulled_tokens, stats.prompt_tokens) == (10, 10, 10)
 
 
 def test_a_failed_pull_is_computed_here() -> None:
@@ -243,8 +244,59 @@ def test_a_failed_pull_is_computed_here() -> None:
     core.add_request(request("d", range(10), remote_tokens=10), 0.0)
     core.step(0.0)
     core.pull_done("d", ok=False)
+    assert core.stats().prompt_tokens == 0  # not yet known where they come from
     assert drain(core)[0].prefill_tokens == 10
-    assert core.stats().external_hits == 0
+    stats = core.stats()
+    assert (stats.external_hits, stats.pulled_tokens) == (10, 0)  # as in vLLM, a failed pull counts as a hit
+    assert (stats.prompt_tokens, stats.cached_prompt_tokens) == (10, 0)
+
+
+def answers(core: Engine, *requests: Request) -> list[list[int]]:
+    """The tokens of each request, run one after the other; pulls bring the KV of another prompt."""
+    found = []
+    for each in requests:
+        core.add_request(each, 0.0)
+        ids: list[int] = []
+        while core.next_wake_s(0.0) is not None:
+            result = core.step(0.0)
+            ids += [token.token_id for token in result.tokens]
+            for pull in result.pulls:
+                core.pull_done(pull.request_id, garbage=7)
+        found.append(ids)
+    return found
+
+
+def test_wrong_kv_spoils_every_answer_built_on_it() -> None:
+    """Also the ones computed here on top of it, until the blocks are handed out again."""
+    right, right_longer = answers(
+        engine(), request("a", range(10), max_tokens=4), request("b", range(14), max_tokens=4)
+    )
+    core = engine()
+    pulled, plain, longer = answers(
+        core,
+        request("p", range(10), max_tokens=4, remote_tokens=10),
+        request("a", range(10), max_tokens=4),
+        request("b", range(14), max_tokens=4),
+    )
+    assert right not in (pulled, plain)
+    assert right_longer != longer
+    assert pulled != plain  # its last block was computed anew, on wrong KV
+    assert core.reset_prefix_cache()
+    assert answers(core, request("c", range(10), max_tokens=4)) == [right]
+    again = answers(engine(), request("p", range(10), max_tokens=4, remote_tokens=10))
+    assert again == [pulled]  # as reproducible as everything else
+
+
+def test_blocks_count_how_often_they_were_handed_out() -> None:
+    pool = BlockPool(4)
+    blocks, _ = pool.allocate(2)
+    pool.spoil(blocks, 5)
+    assert pool.garbage(blocks) != pool.garbage(blocks[:1]) != 0
+    pool.free(blocks)
+    assert pool.generation == [0, 1, 1, 0]
+    everything, _ = pool.allocate(3)
+    assert pool.generation == [0, 2, 2, 1]
+    assert pool.garbage(everything) == 0
 
 
 def test_step_time_adds_up() -> None:

@@ -43,8 +43,29 @@ def test_hop_by_hop_headers_stay() -> None:
 
 
 def test_a_client_cannot_steer_what_is_behind_us() -> None:
-    raw = [(b"X-Prefiller-Host-Port", b"evil:1"), (b"x-warmroute-plan", b"v1"), (b"x-kv-cache-source-host-port", b"e")]
-    assert dict(request_headers(raw)) == {}
+    names = [
+        b"X-Prefiller-Host-Port",
+        b"x-prefiller-url",
+        b"x-encoder-hosts-ports",
+        b"x-data-parallel-host-port",
+        b"X-Data-Parallel-Rank",
+        b"x-kv-cache-source-host-port",
+        b"x-bypass-remote-prefill",
+        b"x-warmroute-plan",
+        b"X-Warmroute-Outcome",
+    ]
+    assert dict(request_headers([(name, b"evil:1") for name in names])) == {}
+
+
+def test_one_request_id_goes_on() -> None:
+    def ids(*values: bytes) -> list[tuple[str, str]]:
+        raw = [(b"X-Request-ID" if i else b"x-request-id", value) for i, value in enumerate(values)]
+        return list(request_headers([(b"A", b"1"), *raw, (b"B", b"2")]).items())
+
+    assert ids(b"one") == [("A", "1"), ("x-request-id", "one"), ("B", "2")]
+    assert dict(ids(b"one", b"two", b"three"))["X-Request-Id"] == "one"
+    assert len(ids(b"one", b"two", b"three")) == 3
+    assert dict(ids(b"", b"two"))["X-Request-Id"] == "two"
 
 
 def test_set_cookie_is_not_folded() -> None:

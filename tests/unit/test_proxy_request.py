@@ -11,7 +11,7 @@ from gateway.large import LARGE_BYTES, MOST_TOKENS, decode_large
 from gateway.request import BadRequest, RequestReader, Slo, decode_body, form_model
 from gateway.tokens import TokenService
 from scorer.fleet import Fleet
-from scorer.types import ChangeKind, RequestFacts, TokenSource, WorkerChange
+from scorer.types import ChangeKind, PdReason, RequestFacts, TokenSource, WorkerChange
 
 
 def fleet(**models: tuple[str, ...]) -> Fleet:
@@ -53,7 +53,7 @@ async def test_the_fields_a_decision_needs() -> None:
         max_output_tokens=9,
         n_sequences=2,
         streaming=True,
-        allow_remote=False,
+        keep_local=PdReason.N_SEQUENCES,
         priority=-5,
         session="chat-1",
         slo_ttft_s=0.25,
@@ -64,15 +64,21 @@ async def test_the_fields_a_decision_needs() -> None:
 async def test_several_prompts_are_placed_by_the_longest_and_counted_together() -> None:
     facts = await read({"model": "m", "prompt": [[1], [2, 3, 4], [5, 6]]})
     assert facts.tokens == array("I", [2, 3, 4]).tobytes()
-    assert (facts.prompt_tokens, facts.n_sequences, facts.allow_remote) == (6, 3, False)
+    assert (facts.prompt_tokens, facts.n_sequences, facts.keep_local) == (6, 3, PdReason.SEVERAL_PROMPTS)
 
 
 @pytest.mark.parametrize(
-    ("extra", "splittable"),
-    [({}, True), ({"n": 1}, True), ({"n": 2}, False), ({"echo": True}, False), ({"prompt_logprobs": 1}, False)],
+    ("extra", "why"),
+    [
+        ({}, None),
+        ({"n": 1}, None),
+        ({"n": 2}, PdReason.N_SEQUENCES),
+        ({"echo": True}, PdReason.ECHO),
+        ({"prompt_logprobs": 1}, PdReason.PROMPT_LOGPROBS),
+    ],
 )
-async def test_what_may_run_on_two_engines(extra: dict[str, Any], splittable: bool) -> None:
-    assert (await read({"model": "m", "prompt": [1], **extra})).allow_remote is splittable
+async def test_what_may_run_on_two_engines(extra: dict[str, Any], why: PdReason | None) -> None:
+    assert (await read({"model": "m", "prompt": [1], **extra})).keep_local is why
 
 
 async def test_max_completion_tokens_beats_max_tokens() -> None:

@@ -1,0 +1,62 @@
+"""The parts of the handoff put together from the configuration."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from gateway.config.schema import PdConfig
+from gateway.debug.handoffs import HandoffMetrics
+from gateway.debug.hits import HitBook
+from gateway.engine.health import Health
+from gateway.handoff.clock import AnswerClock
+from gateway.handoff.connector import Connector, NixlPull
+from gateway.handoff.engine_ids import EngineIds
+from gateway.handoff.handoff import Shared
+from gateway.handoff.hosts import Hosts
+from gateway.handoff.releases import Releases
+from gateway.handoff.settings import HandoffSettings
+from gateway.proxy.upstream import UpstreamPool
+from scorer.planner import Planner
+from scorer.types import Role
+
+_CONNECTORS: dict[str, Callable[[], Connector]] = {"nixl": NixlPull}
+
+
+def assemble(
+    pd: PdConfig,
+    *,
+    planner: Planner,
+    upstreams: UpstreamPool,
+    health: Health,
+    hits: HitBook,
+    registry: CollectorRegistry,
+    available: Callable[[str], bool],
+    nixl_of: Callable[[str], str | None],
+    rng: random.Random,
+) -> Shared:
+    """`available(worker)`: whether requests may go there now; `nixl_of(worker)`: its configured side channel."""
+    metrics = HandoffMetrics(registry)
+    workers = planner.fleet.workers
+
+    def decoders() -> list[str]:
+        return [w.name for w in workers.values() if w.role is not Role.PREFILL and available(w.name)]
+
+    return Shared(
+        settings=HandoffSettings.from_config(pd),
+        connector=_CONNECTORS[pd.connector](),
+        planner=planner,
+        upstreams=upstreams,
+        health=health,
+        hits=hits,
+        metrics=metrics,
+        releases=Releases(upstreams, metrics, decoders),
+        engine_ids=EngineIds(pd.lease_s),
+        hosts=Hosts(),
+        clock=AnswerClock(),
+        available=lambda: [name for name in workers if available(name)],
+        nixl_of=nixl_of,
+        rng=rng,
+    )

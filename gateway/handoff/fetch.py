@@ -1,0 +1,167 @@
+"""The decode leg: the request with transfer params, sent in time or not at all, and its answer looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import aiohttp
+
+from gateway.debug.handoffs import HandoffMetrics
+from gateway.engine.health import End
+from gateway.handoff.answer import PrefillAnswer
+from gateway.handoff.cached import CachedTokens
+from gateway.handoff.handoff import Offer
+from gateway.handoff.opening import Opening, State
+from gateway.handoff.watch import LegWatch, Verdict
+from gateway.proxy.attempt import AttemptFailed, LeaseOver
+from gateway.proxy.relay import Answer
+from gateway.proxy.timed import TimedBody
+from gateway.proxy.upstream import Upstream
+
+_LOAD_FAILED = 500
+"""What vLLM answers when the KV it was told to fetch did not come."""
+_ENDED_IN_ERROR = re.compile(rb'"finish_reason"\s*:\s*"error"')
+"""Within a JSON string the quotes would be escaped."""
+_LONGEST_WHOLE_BYTES = 64 << 20
+
+
+class Attempt(Protocol):
+    """Sends and waits for the first piece of the answer. Raises AttemptFailed."""
+
+    async def __call__(self, body: TimedBody, *, fresh: bool, ask: bool) -> Answer: ...
+
+
+class Fetch:
+    """One decode leg at `upstream`. `heard_since(s)`: whether its engine has answered anything since; `replaceable`:
+    another worker could decode.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        kind: str,
+        attempt: Attempt,
+        metrics: HandoffMetrics,
+        *,
+        heard_since: Callable[[float], bool],
+        replaceable: bool,
+    ) -> None:
+        self._upstream = upstream
+        self._kind = kind
+        self._attempt = attempt
+        self._metrics = metrics
+        self._heard_since = heard_since
+        self._replaceable = replaceable
+
+    async def run(self, offer: Offer, missing_tokens: int, *, fresh: bool) -> Answer | None:
+        """The worker's answer; None when the KV did not get there. Raises LeaseOver or AttemptFailed."""
+        began_s = time.monotonic()
+        answer = await self._send(offer, offer.take(), fresh=fresh)
+        if answer.status == _LOAD_FAILED or (answer.status < 400 and await _opens_badly(answer)):
+            return None
+        if answer.status >= 400:
+            offer.written = False  # Who refuses it may not have looked at the params; to release twice is harmless.
+            return answer
+        first_byte_s = time.monotonic() - began_s
+        await self._restate(answer, offer.answer)
+        if answer.whole and _ENDED_IN_ERROR.search(answer.first):
+            return None  # Some versions say 200 to that.
+        self._metrics.fetched(offer.legs.prefill_worker, offer.legs.decode_worker, missing_tokens, first_byte_s)
+        return answer
+
+    async def _send(self, offer: Offer, data: bytes, *, fresh: bool) -> Answer:
+        """Once more if nothing of the body had left: over a new connection, or to a server that cannot ask for it."""
+        upstream = self._upstream
+        try:
+            return await self._carry(offer, TimedBody(data, offer.deadline_s), fresh=fresh)
+        except _Untouched as untouched:
+            if untouched.deaf:
+                upstream.asks_for_bodies = False
+            try:
+                return await self._carry(offer, TimedBody(data, offer.deadline_s), fresh=True)
+            except _Untouched as again:
+                raise AttemptFailed(End.TIMEOUT if again.deaf else End.RESET) from again
+
+    async def _carry(self, offer: Offer, body: TimedBody, *, fresh: bool) -> Answer:
+        ask = self._upstream.asks_for_bodies
+        watch: LegWatch | None = None
+        try:
+            async with asyncio.timeout(None) as limit:
+                watch = LegWatch(
+                    limit,
+                    body,
+                    asks=ask,
+                    replaceable=self._replaceable,
+                    deadline_s=offer.deadline_s,
+                    lease_ends_s=offer.lease_ends_s,
+                    heard_since=self._heard_since,
+                )
+                return await self._attempt(body, fresh=fresh, ask=ask)
+        except TimeoutError as exc:
+            if watch is not None and watch.verdict is Verdict.DEAF:
+                raise _Untouched(deaf=True) from exc
+            if watch is not None and watch.verdict is Verdict.LATE:
+                raise LeaseOver from exc
+            raise AttemptFailed(End.TIMEOUT) from exc
+        except AttemptFailed as exc:
+            if body.late:
+                raise LeaseOver from exc
+            if exc.end is End.RESET and not body.begun and not fresh:
+                raise _Untouched from exc
+            raise
+        finally:
+            offer.written = body.written_s is not None
+            if watch is not None:
+                watch.stop()
+
+    async def _restate(self, answer: Answer, prefill: PrefillAnswer) -> None:
+        """Have the answer say what `cached_tokens` means on every path (see docs/disaggregation.md)."""
+        rewriting = CachedTokens(self._kind, prefill.cached_tokens, add_absent=prefill.reports_cached)
+        if answer.is_stream:
+            answer.rewriting = rewriting
+            return
+        if answer.response.headers.get("Content-Encoding", "identity") != "identity":
+            return
+        pieces = [answer.first]
+        size = len(answer.first)
+        while size <= _LONGEST_WHOLE_BYTES:
+            try:
+                piece = await answer.response.content.readany()
+            except (aiohttp.ClientError, OSError) as exc:
+                raise AttemptFailed(End.RESET) from exc
+            if not piece:
+                answer.become(rewriting.whole(b"".join(pieces)))
+                return
+            pieces.append(piece)
+            size += len(piece)
+        answer.first = b"".join(pieces)
+
+
+class _Untouched(Exception):
+    """The leg has failed with nothing of its body sent. `deaf`: the server does not know how to ask for one."""
+
+    def __init__(self, *, deaf: bool = False) -> None:
+        super().__init__()
+        self.deaf = deaf
+
+
+async def _opens_badly(answer: Answer) -> bool:
+    """Whether a stream begins with the news that there will be none: its status was sent too early to say so."""
+    if not answer.is_stream:
+        return False
+    opening = Opening()
+    state = opening.feed(answer.first)
+    while state is State.PENDING:
+        try:
+            piece = await answer.response.content.readany()
+        except (aiohttp.ClientError, OSError):
+            return True
+        if not piece:
+            return opening.end() is State.FAILED
+        answer.first += piece
+        state = opening.feed(piece)
+    return state is State.FAILED

@@ -1,0 +1,84 @@
+"""What is known of workers that hand prompts over to each other, kept true as they come, restart and go.
+
+Whether two can pair at all is told before anything is tried: engines compare a hash of these very things when they
+shake hands, and refuse each other for any difference.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from gateway.debug.handoffs import HandoffMetrics
+from gateway.engine.capabilities import Capabilities
+from gateway.handoff.engine_ids import EngineIds
+from gateway.handoff.stranded import Stranded
+from scorer.fleet import Fleet, Worker
+from scorer.pairs import Pairs
+from scorer.types import Role
+
+
+class Pairing:
+    """`capabilities_of` a worker: what its engine said of itself, None before it was asked."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        pairs: Pairs,
+        engine_ids: EngineIds,
+        stranded: Stranded,
+        metrics: HandoffMetrics,
+        capabilities_of: Callable[[str], Capabilities | None],
+    ) -> None:
+        self._fleet = fleet
+        self._pairs = pairs
+        self._engine_ids = engine_ids
+        self._stranded = stranded
+        self._metrics = metrics
+        self._capabilities_of = capabilities_of
+
+    def compare(self, name: str) -> None:
+        """The worker has said what it is: look at every pair it could be in."""
+        worker = self._fleet.workers.get(name)
+        if worker is None:
+            return
+        for other in self._fleet.workers.values():
+            prefill, decode = (worker, other) if worker.role is Role.PREFILL else (other, worker)
+            if prefill.role is Role.PREFILL and decode.role is not Role.PREFILL:
+                self._pairs.set_incompatible((prefill.name, decode.name), self._apart(prefill, decode))
+
+    def restarted(self, name: str, alive_s: float = math.inf) -> None:
+        """What it held for others is gone, and so is the state its breakers were about. `alive_s`: when the old process
+        was last heard.
+        """
+        self._engine_ids.retire(name, time.monotonic(), alive_s)
+        self._stranded.forget(name)
+        self._pairs.forget(name)
+
+    def gone(self, name: str) -> None:
+        self.restarted(name)
+        self._metrics.forget(name)
+
+    def _apart(self, prefill: Worker, decode: Worker) -> str | None:
+        """Why the two cannot pair, as far as both say anything about it."""
+        ours, theirs = self._capabilities_of(prefill.name), self._capabilities_of(decode.name)
+        if ours is None or theirs is None:
+            return None
+        for what, one, other in (
+            ("vLLM versions", ours.version, theirs.version),
+            ("model paths", ours.root, theirs.root),
+            ("KV cache types", ours.kv_cache_dtype, theirs.kv_cache_dtype),
+            ("model types", ours.dtype, theirs.dtype),
+        ):
+            if one is not None and other is not None and one != other:
+                return f"different {what}: {one} and {other}"
+        for worker, peer in ((prefill, decode), (decode, prefill)):
+            if _has_nixl(worker) is False and _has_nixl(peer):
+                return f"{worker.name} has no NIXL connector"  # Of the same version, it would say so too.
+        return None
+
+
+def _has_nixl(worker: Worker) -> bool | None:
+    """Whether the engine counts NIXL transfers; None before it was asked."""
+    return None if worker.stats is None else worker.stats.nixl_bytes is not None

@@ -1,0 +1,351 @@
+"""From a request's facts to the first piece of a worker's answer.
+
+plan, booked at once -> prefill leg, if the plan has one -> decode leg -> wait for the first byte. Until that byte is
+here nothing was sent to the client, so things may be tried again: the next prefill worker, the decode worker by itself,
+another decode worker. Once it is here, nothing is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from functools import partial
+from typing import NoReturn
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from gateway.engine.health import End
+from gateway.handoff.fetch import Fetch
+from gateway.handoff.handoff import RANK_HEADER, Handoff, Offer, RefusedByPrefill
+from gateway.proxy import errors
+from gateway.proxy.access import Record
+from gateway.proxy.attempt import AttemptFailed, LeaseOver
+from gateway.proxy.errors import ApiError
+from gateway.proxy.flight import Flight
+from gateway.proxy.parts import Parts
+from gateway.proxy.relay import Answer
+from gateway.proxy.timed import TimedBody
+from gateway.proxy.upstream import Upstream
+from scorer.planner import ModelNotFound, NoWorker
+from scorer.types import Outcome, OutcomeKind, PdReason, Plan, RequestFacts, Role
+
+_RETRY_STATUSES = frozenset({502, 503})
+"""An engine that is going down or full says so before it computes anything; another one may do it."""
+_PAIR_FAILED = Outcome(kind=OutcomeKind.PAIR_FAILED)
+
+
+class Sending(msgspec.Struct, frozen=True, kw_only=True):
+    """The request as it goes on. `kind` None: it has no prompt that could be handed over."""
+
+    method: str
+    target: str
+    kind: str | None
+    headers: CIMultiDict[str]
+    raw: bytes
+
+
+class Dispatch:
+    """One request on its way to an answer. Leave it by `close`, however it went."""
+
+    def __init__(self, parts: Parts, request: web.BaseRequest, record: Record, sending: Sending) -> None:
+        self._parts = parts
+        self._request = request
+        self._record = record
+        self._sending = sending
+        self.flight: Flight | None = None
+        self.answer: Answer | None = None
+        self.handoff: Handoff | None = None
+        self._offer: Offer | None = None
+        self._upstream: Upstream | None = None
+
+    # ---- placed by its prompt ----------------------------------------------------------------------------------------
+
+    def plan(self, facts: RequestFacts) -> None:
+        parts = self._parts
+        now_s = time.monotonic()
+        try:
+            plan = parts.planner.plan(facts, self.available(), now_s, parts.rng)
+        except ModelNotFound as exc:
+            parts.metrics.rejected("model_not_found")
+            raise errors.model_not_found(exc.model) from None
+        except NoWorker as exc:
+            parts.metrics.rejected("no_worker")
+            raise errors.no_worker(str(exc)) from None
+        self._note_plan(self._take_off(facts, plan))
+
+    async def run(self) -> Answer:
+        """The answer of the planned worker, or of a second one if the first gave none."""
+        flight = self.flight
+        assert flight is not None  # noqa: S101 - planned before
+        facts = flight.facts
+        try:
+            answer = await self._serve(flight, fresh=False)
+        except AttemptFailed as failure:
+            flight.failed(failure.end, failure.reason)
+            reason = failure.reason
+            second = self._second_plan(facts, flight, same_worker=failure.end is End.RESET)
+            if second is None:
+                self._give_up(failure, flight)
+        else:
+            reason = f"status_{answer.status}"
+            second = None
+            if answer.status in _RETRY_STATUSES:
+                second = self._second_plan(facts, flight, same_worker=False)
+            if second is None:
+                return answer
+            flight.refused(answer.status)
+        self.drop_answer()
+        self._record.retries += 1
+        self._parts.metrics.retried(reason)
+        self._note_plan(second)
+        try:
+            return await self._serve(second, fresh=True)
+        except AttemptFailed as failure:
+            second.failed(failure.end, failure.reason)
+            self._give_up(failure, second)
+
+    async def _serve(self, flight: Flight, *, fresh: bool) -> Answer:
+        """Carry out a plan. Raises AttemptFailed, RefusedByPrefill or ApiError."""
+        offer = None
+        if flight.plan.remote:
+            self.handoff = Handoff(self._parts.handoffs, flight, self._sending)
+            try:
+                offer = self._offer = await self.handoff.prefill()
+            except (RefusedByPrefill, ApiError):
+                flight.cancel()  # It has been counted as what it was.
+                raise
+            finally:
+                self._note_choice(flight)
+            if offer is None:
+                self._note_local(flight)
+        if offer is None:
+            return await self._attempt(flight, self._sending.raw, fresh=fresh)
+        try:
+            answer = await self._fetch(flight, offer, fresh=fresh)
+        except AttemptFailed:
+            self._handoff_failed(offer, PdReason.DECODE_FAILED)
+            offer.written = False  # Who has it is not going to use it.
+            raise
+        except LeaseOver:
+            self._handoff_failed(offer, PdReason.LEASE_OVER)
+            self._give_back()
+            return await self._alone(flight, PdReason.LEASE_OVER)
+        if answer is not None:
+            return answer
+        self._handoff_failed(offer, PdReason.KV_LOAD_FAILED)
+        offer.written = False
+        self._give_back()
+        self._parts.planner.observe(flight.facts.request_id, _PAIR_FAILED, time.monotonic())
+        return await self._alone(flight, PdReason.KV_LOAD_FAILED)
+
+    async def _fetch(self, flight: Flight, offer: Offer, *, fresh: bool) -> Answer | None:
+        upstream = self._parts.upstreams.get(flight.worker)
+        if upstream is None:
+            raise AttemptFailed(End.CONNECT)  # The worker has just been removed.
+        fetch = Fetch(
+            upstream,
+            self._sending.kind or "",
+            partial(self._attempt, flight),
+            self._parts.handoffs.metrics,
+            heard_since=partial(self._parts.heard_since, flight.worker),
+            replaceable=any(name != flight.worker for name in self._decoders()),
+        )
+        missing_tokens = max(0, flight.facts.prompt_tokens - flight.plan.chosen.cached_tokens)
+        return await fetch.run(offer, missing_tokens, fresh=fresh)
+
+    async def _alone(self, flight: Flight, why: PdReason) -> Answer:
+        """The decode worker computes the prompt after all."""
+        parts = self._parts
+        self.drop_answer()
+        plan = parts.planner.next_prefill(
+            flight.facts.request_id, why, self.available(), time.monotonic(), parts.rng, local=True
+        )
+        if plan is None:
+            raise ConnectionResetError("the request has ended")
+        flight.plan = plan
+        self._note_choice(flight)
+        self._note_local(flight)
+        return await self._attempt(flight, self._sending.raw, fresh=False)
+
+    def _handoff_failed(self, offer: Offer, why: PdReason) -> None:
+        metrics = self._parts.handoffs.metrics
+        metrics.handoff(offer.legs.prefill_worker, offer.legs.decode_worker, why.value)
+        metrics.stage(remote=True, stage="decode", outcome=why.value)
+        metrics.retried("decode", why.value)
+
+    def _take_off(self, facts: RequestFacts, plan: Plan) -> Flight:
+        """The flight of a plan just booked. If there can be none, the booking is given back."""
+        parts = self._parts
+        try:
+            flight = self.flight = Flight(parts.planner, parts.health, facts, plan)
+        except BaseException:
+            parts.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.CANCELLED), time.monotonic())
+            raise
+        return flight
+
+    def available(self) -> Collection[str]:
+        available = self._parts.available
+        return [name for name in self._parts.planner.fleet.workers if available(name)]
+
+    def _note_plan(self, flight: Flight) -> None:
+        plan, facts, record = flight.plan, flight.facts, self._record
+        self._parts.metrics.decided(remote=plan.remote, source=facts.token_source)
+        self._parts.handoffs.metrics.decided(remote=plan.remote, reason=plan.pd_reason)
+        if not plan.remote:
+            self._note_local(flight)
+        record.worker, record.rank = flight.holder
+        record.model = facts.model
+        record.policy = plan.policy
+        record.tokens = facts.token_source.value
+        record.prompt_tokens = facts.prompt_tokens
+        record.predicted_cached_tokens = plan.chosen.cached_tokens
+        self._note_choice(flight)
+
+    def _note_local(self, flight: Flight) -> None:
+        """What is cached on the decode worker counts only where it computes the prompt."""
+        self._parts.hits.predicted(flight.worker, flight.facts.prompt_tokens, flight.plan.chosen.cached_tokens)
+
+    def _note_choice(self, flight: Flight) -> None:
+        record, plan = self._record, flight.plan
+        record.choice = "remote" if plan.remote else "local"
+        record.pd_reason = plan.pd_reason.value
+        if self.handoff is not None:
+            record.prefill = self.handoff.prefiller
+            record.prefill_ms = None if self.handoff.prefill_s is None else round(self.handoff.prefill_s * 1000, 3)
+
+    def _second_plan(self, facts: RequestFacts, failed: Flight, *, same_worker: bool) -> Flight | None:
+        """Book elsewhere if anybody else serves the model; else, if that makes sense, there once more."""
+        parts = self._parts
+        self._give_back()
+        retry = msgspec.structs.replace(
+            facts, request_id=facts.request_id + "/2", excluded=facts.excluded | {failed.worker}
+        )
+        choices = [(retry, self.available())]
+        if same_worker:
+            choices.append(
+                (msgspec.structs.replace(retry, excluded=facts.excluded), [failed.worker, *self._prefills()])
+            )
+        for asked, available in choices:
+            try:
+                plan = parts.planner.plan(asked, available, time.monotonic(), parts.rng)
+            except (ModelNotFound, NoWorker):
+                continue
+            return self._take_off(asked, plan)
+        return None
+
+    def _decoders(self) -> list[str]:
+        workers = self._parts.planner.fleet.workers
+        return [name for name in self.available() if workers[name].role is not Role.PREFILL]
+
+    def _prefills(self) -> list[str]:
+        workers = self._parts.planner.fleet.workers
+        return [name for name in self.available() if workers[name].role is Role.PREFILL]
+
+    def _give_up(self, failure: AttemptFailed, flight: Flight) -> NoReturn:
+        status = {End.CONNECT: self._parts.unreachable_status, End.TIMEOUT: 504}.get(failure.end, 502)
+        raise ApiError(
+            status,
+            f"Worker {flight.worker} gave no answer ({failure.reason}).",
+            type_=errors.UPSTREAM,
+            code="upstream_unreachable",
+            retry_after_s=1,
+        ) from failure
+
+    async def _attempt(self, flight: Flight, body: bytes | TimedBody, *, fresh: bool, ask: bool = False) -> Answer:
+        """Send to the planned worker and wait for the first piece of its answer's body. Raises AttemptFailed."""
+        upstream = self._parts.upstreams.get(flight.worker)
+        if upstream is None:
+            raise AttemptFailed(End.CONNECT)  # The worker has just been removed.
+        headers = self._sending.headers
+        worker = self._parts.planner.fleet.workers.get(flight.worker)
+        if worker is not None and len(worker.loads) > 1:
+            headers = headers.copy()
+            headers[RANK_HEADER] = str(flight.holder[1])
+        flight.sent()
+        try:
+            return await self._exchange(upstream, headers, body, fresh=fresh, ask=ask)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+            raise AttemptFailed(End.CONNECT) from exc
+        except TimeoutError as exc:
+            flight.failed(End.TIMEOUT, "timeout")
+            raise ApiError(
+                504, f"Worker {flight.worker} did not answer in time.", type_=errors.TIMEOUT, code="upstream_timeout"
+            ) from exc
+        except (aiohttp.ClientError, OSError) as exc:
+            if self._request.transport is None:
+                raise ConnectionResetError("the client is gone") from exc
+            raise AttemptFailed(End.RESET) from exc
+
+    async def _exchange(
+        self, upstream: Upstream, headers: CIMultiDict[str], body: bytes | TimedBody, *, fresh: bool, ask: bool = False
+    ) -> Answer:
+        self._use(upstream)
+        response = await upstream.send(self._sending.method, self._sending.target, headers, body, fresh=fresh, ask=ask)
+        answer = self.answer = Answer(response, b"")
+        if not 200 <= response.status <= 599:
+            raise aiohttp.ClientPayloadError("not a status of a final answer")  # 101 would make us a tunnel.
+        answer.first = await response.content.readany()
+        return answer
+
+    # ---- placed by load alone ----------------------------------------------------------------------------------------
+
+    async def anywhere(self) -> Answer:
+        """A request without a prompt (CORS preflight, /version): to the least busy worker, with nothing booked."""
+        fleet = self._parts.planner.fleet
+        names = [
+            name
+            for name in self._decoders()
+            if self._parts.upstreams.get(name) is not None and not fleet.workers[name].draining
+        ]
+        if not names:
+            self._parts.metrics.rejected("no_worker")
+            raise errors.no_worker("none is up")
+        name = min(names, key=lambda name: sum(load.requests for load in fleet.workers[name].loads.values()))
+        upstream = self._parts.upstreams.get(name)
+        self._record.worker = name
+        if upstream is None:
+            raise errors.no_worker("none is up")
+        try:
+            return await self._exchange(upstream, self._sending.headers, self._sending.raw, fresh=False)
+        except (aiohttp.ClientError, OSError) as exc:
+            raise ApiError(502, f"Worker {name} gave no answer.", type_=errors.UPSTREAM, code="upstream") from exc
+
+    # ---- leaving -----------------------------------------------------------------------------------------------------
+
+    def _use(self, upstream: Upstream) -> None:
+        self.drop_answer()
+        if self._upstream is not None:
+            self._parts.upstreams.release(self._upstream)
+        upstream.acquire()
+        self._upstream = upstream
+
+    def drop_answer(self) -> None:
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            self._record.sent_bytes += answer.sent_bytes
+            answer.close()
+
+    def _give_back(self) -> None:
+        offer, self._offer = self._offer, None
+        if offer is not None and not offer.written and self.handoff is not None:
+            self.handoff.give_back(offer)
+
+    def close(self) -> None:
+        """Give everything back."""
+        try:
+            flight, offer = self.flight, self._offer
+            if flight is not None and not flight.ended:
+                remote = flight.plan.remote
+                metrics = self._parts.handoffs.metrics
+                stage = "prefill" if remote and offer is None else "decode"
+                metrics.stage(remote=remote, stage=stage, outcome="cancelled")
+                flight.cancel()
+            self._give_back()
+            self.drop_answer()
+        finally:
+            if self._upstream is not None:
+                self._parts.upstreams.release(self._upstream)
+                self._upstream = None

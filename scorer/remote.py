@@ -1,0 +1,142 @@
+"""Whether a prefill worker computes the prompt for the decode worker that was chosen, and which one.
+
+Decode first, as llm-d does: where the answer runs is settled, and its own local price is what the prefill workers are
+compared with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from indexer import Holder, Match
+from scorer.disaggregation import PdPolicy
+from scorer.fleet import Fleet, Worker
+from scorer.pairs import Pairs
+from scorer.pricing import Place, Pricer
+from scorer.types import Candidate, PdReason, RequestFacts, Role, TokenSource
+
+NEAR = 1.1
+"""Prefill workers within a tenth of the best price are as good: among many deciders that see the same figures, all
+would else take the same one.
+"""
+_NOTHING = Match()
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One prefill worker's rank, with the price of the whole way."""
+
+    candidate: Candidate
+    place: Place
+    comp_s: float
+    """Its computing, as it is booked there."""
+
+
+class Remote:
+    """The prefill side of a decision. `policy` is the rule for requests nobody has decided about yet."""
+
+    def __init__(self, fleet: Fleet, pricer: Pricer, pairs: Pairs, policy: PdPolicy) -> None:
+        self._fleet = fleet
+        self._pricer = pricer
+        self.pairs = pairs
+        self.policy = policy
+
+    def decide(
+        self,
+        facts: RequestFacts,
+        local: Candidate,
+        decode: Place,
+        held: Mapping[Holder, Match],
+        available: Collection[str] | None,
+        now_s: float,
+        rng: random.Random,
+    ) -> tuple[PdReason, list[Choice]]:
+        """Why, and where: no choices mean local; else the first is chosen."""
+        kept = self._kept_local(facts, decode[0])
+        if kept is not None:
+            return kept, []
+        choices, nobody = self._choices(facts, local, decode, held, available, now_s)
+        if nobody is not None:
+            return nobody, []
+        if facts.prefill_hint:
+            return PdReason.HINT, _preferred(choices, facts.prefill_hint)
+        if not self.policy.rule(facts.prompt_tokens, local.cached_tokens):
+            return self.policy.reason, []
+        return self.policy.reason, _cheapest(choices, rng)
+
+    def _kept_local(self, facts: RequestFacts, decode: Worker) -> PdReason | None:
+        if facts.keep_local is not None:
+            return facts.keep_local
+        block_size = decode.block_size()
+        if block_size is None:
+            return PdReason.UNKNOWN_BLOCK_SIZE  # Without it no answer of a prefill worker can be checked.
+        if facts.prompt_tokens < block_size:
+            return PdReason.SHORT_PROMPT
+        counted = facts.token_source is not TokenSource.ESTIMATE
+        longest = max(facts.prompt_tokens + 1 if counted else 0, facts.max_output_tokens or 0)
+        if decode.max_model_len is not None and longest > decode.max_model_len:
+            return PdReason.WOULD_BE_REJECTED  # An answer that only the prompt makes too long is shortened instead.
+        return None
+
+    def _choices(
+        self,
+        facts: RequestFacts,
+        local: Candidate,
+        decode: Place,
+        held: Mapping[Holder, Match],
+        available: Collection[str] | None,
+        now_s: float,
+    ) -> tuple[list[Choice], PdReason | None]:
+        """The prefill workers there are, or why there is none."""
+        out: list[Choice] = []
+        why = PdReason.NO_PREFILL_WORKER
+        for place in self._places(facts, available):
+            names = (place[0].name, decode[0].name)
+            if self.pairs.allows(names, now_s):
+                out.append(self._choice(facts, local, decode, place, held.get(place[1], _NOTHING), now_s))
+            elif why is not PdReason.PAIR_BROKEN:
+                broken = self.pairs.incompatible(names) is None
+                why = PdReason.PAIR_BROKEN if broken else PdReason.PAIR_INCOMPATIBLE
+        return out, None if out else why
+
+    def _places(self, facts: RequestFacts, available: Collection[str] | None) -> list[Place]:
+        """A hinted worker that was not asked yet what it serves is taken at its word."""
+        hinted = facts.prefill_hint
+        unasked = [
+            (worker, (name, rank), load)
+            for name in hinted
+            if (worker := self._fleet.workers.get(name)) is not None and worker.models is None and not worker.draining
+            for rank, load in worker.loads.items()
+        ]
+        return [
+            place
+            for place in unasked + self._fleet.holders(facts.model, (Role.PREFILL,))
+            if (available is None or place[0].name in available)
+            and place[0].name not in facts.excluded
+            and (not hinted or place[0].name in hinted)
+        ]
+
+    def _choice(
+        self, facts: RequestFacts, local: Candidate, decode: Place, place: Place, match: Match, now_s: float
+    ) -> Choice:
+        price, cached = self._pricer.local(facts, place, match, now_s)
+        candidate = msgspec.structs.replace(
+            local,
+            prefill=place[1],
+            prefill_cached_tokens=cached,
+            price=self._pricer.remote(facts, decode, local.price, price, local.cached_tokens),
+        )
+        return Choice(candidate, place, price.comp_s)
+
+
+def _preferred(choices: list[Choice], names: Sequence[str]) -> list[Choice]:
+    return sorted(choices, key=lambda choice: (names.index(choice.place[0].name), choice.candidate.price.total_s))
+
+
+def _cheapest(choices: list[Choice], rng: random.Random) -> list[Choice]:
+    choices = sorted(choices, key=lambda choice: choice.candidate.price.total_s)
+    near = sum(choice.candidate.price.total_s <= NEAR * choices[0].candidate.price.total_s for choice in choices)
+    first = rng.randrange(near)
+    return [choices[first], *choices[:first], *choices[first + 1 :]]

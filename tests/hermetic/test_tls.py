@@ -1,0 +1,159 @@
+"""TLS on both sides, with certificates of a throw-away CA."""
+
+import asyncio
+import ssl
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+import trustme
+
+from bench.engine.server import FakeVllm
+from gateway.cli import main
+from gateway.config.schema import TlsConfig
+from gateway.errors import UserError
+from gateway.proxy.upstream import PoolSettings, Upstream
+from gateway.tls import ServingCertificate, client_context, scheme_of_workers, serving_certificate
+from tests.support.gateway_world import engine, until
+from tests.support.sidecar_world import Pod
+
+
+class Files:
+    """A CA, and a certificate for `host` with its key, as PEM files."""
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        self.folder = folder
+        self.ca = trustme.CA()
+        self.ca_file, self.cert, self.key = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+        self.ca.cert_pem.write_to_path(self.ca_file)
+        self.renew(host)
+
+    def renew(self, host: str = "127.0.0.1") -> trustme.LeafCert:
+        leaf = self.ca.issue_cert(host)
+        Path(self.cert).write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+        leaf.private_key_pem.write_to_path(self.key)
+        return leaf
+
+    @property
+    def serving(self) -> TlsConfig:
+        return TlsConfig(cert=self.cert, key=self.key)
+
+    def trusting(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=self.ca_file)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+async def serial(port: int, context: ssl.SSLContext) -> str:
+    """Of the certificate that is served now."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    number = writer.get_extra_info("peercert")["serialNumber"]
+    writer.close()
+    return str(number)
+
+
+async def test_the_data_plane_serves_tls_and_takes_renewed_files(files: Files) -> None:
+    async with Pod(tls=files.serving) as pod:
+        port, context = pod.sidecar.port, files.trusting()
+        first = await serial(port, context)
+        files.renew()
+        assert pod.sidecar.certificate is not None
+        assert pod.sidecar.certificate.refresh()
+        assert await serial(port, context) != first
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await serial(port, ssl.create_default_context())
+        with pytest.raises((aiohttp.ClientError, OSError)):
+            await pod.complete()  # Plain HTTP.
+        async with pod.http.get(pod.admin + "/livez") as admin:  # The admin port is on the loopback, in plain HTTP.
+            assert admin.status == 200
+
+
+def test_half_replaced_files_change_nothing(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    certificate = serving_certificate(files.serving)
+    assert certificate is not None
+    assert not certificate.refresh()
+    files.ca.issue_cert("127.0.0.1").private_key_pem.write_to_path(files.key)
+    for _ in range(3):
+        assert not certificate.refresh()
+    assert caplog.text.count("the last good one stays") == 1
+    Path(files.cert).unlink()
+    assert not certificate.refresh()
+    files.renew()
+    assert certificate.refresh()
+    assert not certificate.refresh()
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+async def test_engines_are_spoken_to_in_tls(files: Files, insecure: bool) -> None:
+    """One sidecar is the TLS engine of another: scrapes, pages and inference all go through it."""
+    tls = TlsConfig(insecure_skip_verify=True) if insecure else TlsConfig(ca=files.ca_file)
+    async with AsyncExitStack() as stack:
+        behind = await stack.enter_async_context(Pod(tls=files.serving))
+        url = f"https://127.0.0.1:{behind.sidecar.port}"
+        pod = await stack.enter_async_context(Pod(engine_url=url, tls=tls))
+        await until(lambda: pod.core.capabilities)
+        assert (await pod.complete())[0] == 200
+        assert (await pod.ask("GET", "/health"))[0] == 200
+        assert "vllm:num_requests_running" in (await pod.ask("GET", "/metrics"))[1]
+
+
+async def test_an_engine_nobody_vouches_for_gets_nothing(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Files(tmp_path / "other")
+    async with Pod(tls=files.serving) as behind:
+        url = f"https://127.0.0.1:{behind.sidecar.port}"
+        for tls in (TlsConfig(), TlsConfig(ca=other.ca_file)):
+            async with Pod(engine_url=url, tls=tls) as pod:
+                status, answer, _ = await pod.ask("GET", "/v1/models", headers={"Authorization": "Bearer secret"})
+                assert (status, answer["error"]["code"]) == (502, "engine_unreachable")
+                assert (await pod.ask("GET", "/health"))[0] == 503
+        assert behind.sidecar.plane.in_flight == 0
+
+
+async def test_names_are_checked(tmp_path: Path) -> None:
+    files = Files(tmp_path, host="another.example")
+    async with Pod(tls=files.serving) as pod:
+        settings = {"connect_timeout_s": 2.0, "pool_idle_s": 1.0, "request_timeout_s": 5.0}
+        for tls, good in (
+            (TlsConfig(ca=files.ca_file), False),
+            (TlsConfig(ca=files.ca_file, insecure_skip_verify=True), True),
+        ):
+            upstream = Upstream(
+                f"https://127.0.0.1:{pod.sidecar.port}", PoolSettings(**settings, tls=client_context(tls))
+            )
+            try:
+                async with await upstream.send("GET", "/livez", {}, b"") as answer:  # type: ignore[arg-type]
+                    assert answer.status == 200
+                    assert good
+            except aiohttp.ClientConnectorCertificateError:
+                assert not good
+            finally:
+                await upstream.close()
+
+
+async def test_plain_engines_need_no_tls() -> None:
+    async with FakeVllm(engine()) as fake, Pod(engine_url=fake.url, tls=TlsConfig(insecure_skip_verify=True)) as pod:
+        await until(lambda: pod.core.capabilities)
+        assert (await pod.complete())[0] == 200
+
+
+def test_scheme_of_workers_that_hints_name() -> None:
+    assert scheme_of_workers(TlsConfig()) == "http"
+    assert scheme_of_workers(TlsConfig(ca="x")) == scheme_of_workers(TlsConfig(insecure_skip_verify=True)) == "https"
+
+
+def test_files_that_cannot_be_used_are_named(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    junk = files.folder / "junk.pem"
+    junk.write_text("no certificate")
+    for cert, key in ((files.cert, "/no/such"), (str(junk), files.key), (files.cert, str(junk))):
+        with pytest.raises(UserError, match=r"tls\.cert: .*tls\.key: "):
+            ServingCertificate(cert, key)
+    for ca in ("/no/such", str(junk)):
+        with pytest.raises(UserError, match=r"tls\.ca: "):
+            client_context(TlsConfig(ca=ca))
+    assert main(["sidecar", "--tls-cert", files.cert, "--tls-key", "/no/such", "--port", "0"]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
