@@ -124,7 +124,7 @@ class Core:
             self,
             ScrapeSettings(interval_s=config.health.scrape_interval_s),
             headers=headers,
-            on_date=lambda worker, date: self.handoffs.clock.seen(worker, date, time.time()),
+            on_date=lambda worker, date: self.handoffs.clock.seen(worker, date),
         )
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
         self.publishing = Publishing(config.events, self.planner)
@@ -248,6 +248,8 @@ class Core:
         before = known.stats
         self.fleet.set_stats(worker, stats)
         self.health.checked(worker, True, stats.scraped_at_s)
+        if before is not None and (stats.nixl_failed or 0) > (before.nixl_failed or 0):
+            self.pairing.transfers_failed(worker, stats.scraped_at_s)
         if before is not None and _worked(before, stats):
             self.health.progressed(worker, stats.scraped_at_s)
         self.health.paced(worker, _pace(stats, self.planner.cost, known.weight))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from gateway.bad_request import BadRequest as BadRequest
-from gateway.handoff.bodies import why_local
+from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
 from gateway.tokens import Tokens, TokenService
 from scorer.fleet import Fleet
@@ -113,12 +113,21 @@ class RequestReader:
             max_output_tokens=next(filter(None, (_positive(fields.get(f)) for f in _MAX_TOKENS_FIELDS)), None),
             n_sequences=n_sequences * len(prompts),
             streaming=fields.get("stream") is True,
-            keep_local=why_local(kind, fields, len(prompts)),
+            keep_local=self._kept_local(kind, body, fields, routed, len(prompts)),
             priority=_integer(fields.get("priority")) or 0,
             session=headers.get("x-session-id"),
             slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
             slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
         )
+
+    def _kept_local(
+        self, kind: str, body: bytes, fields: Mapping[str, Any], routed: Tokens, n_prompts: int
+    ) -> PdReason | None:
+        why = why_local(kind, fields, n_prompts)
+        if why is None and (not is_takeable(body) or (kind in BRINGS_NO_IDS and routed.ids is None)):
+            # Without ids from anywhere the two engines may make different prompts of one text, which kills the second.
+            return PdReason.NOT_READABLE
+        return why
 
     async def _large(self, body: bytes, kind: str | None) -> LargeBody:
         async with self._large_at_once:

@@ -31,6 +31,7 @@ class Pair(msgspec.Struct):
     backoff_s: float = BACKOFF_MIN_S
     probing: bool = False
     incompatible: str | None = None
+    last_failure: str | None = None
 
     def state(self, now_s: float) -> str:
         if self.incompatible is not None:
@@ -69,8 +70,9 @@ class Pairs:
         pair = self._pair(names)
         pair.failures, pair.retry_at_s, pair.probing, pair.backoff_s = 0, None, False, BACKOFF_MIN_S
 
-    def broke(self, names: Names, now_s: float) -> None:
+    def broke(self, names: Names, now_s: float, why: str | None = None) -> None:
         pair = self._pair(names)
+        pair.last_failure = why
         pair.failed += 1
         pair.failures += 1
         if pair.probing:

@@ -282,7 +282,7 @@ class Planner:
                 raise NoWorker("no worker is configured")
             if any(worker.models is not None for worker in workers) and not any(w.serves(facts.model) for w in workers):
                 raise ModelNotFound(facts.model, self.fleet.models())
-            raise NoWorker(f"no worker that serves `{facts.model}` is up")
+            raise NoWorker(f"no worker that serves `{facts.model}`, and decodes, is up")
         usable = [
             place
             for place in places
@@ -329,7 +329,7 @@ class Planner:
             self._leave_prefill(flight, now_s, prefilled=True)
         elif kind is OutcomeKind.PAIR_FAILED:
             if flight.pair is not None:
-                self.pairs.broke(flight.pair, now_s)
+                self.pairs.broke(flight.pair, now_s, outcome.reason)
                 flight.pair = None
         elif kind in (OutcomeKind.END, OutcomeKind.ERROR, OutcomeKind.CANCELLED):
             del self._flights[request_id]

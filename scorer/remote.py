@@ -57,13 +57,13 @@ class Remote:
         kept = self._kept_local(facts, decode[0])
         if kept is not None:
             return kept, []
+        if not facts.prefill_hint and not self.policy.rule(facts.prompt_tokens, local.cached_tokens):
+            return self.policy.reason, []
         choices, nobody = self._choices(facts, local, decode, held, available, now_s)
         if nobody is not None:
             return nobody, []
         if facts.prefill_hint:
             return PdReason.HINT, _preferred(choices, facts.prefill_hint)
-        if not self.policy.rule(facts.prompt_tokens, local.cached_tokens):
-            return self.policy.reason, []
         return self.policy.reason, _cheapest(choices, rng)
 
     def _kept_local(self, facts: RequestFacts, decode: Worker) -> PdReason | None:

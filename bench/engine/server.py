@@ -335,7 +335,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--speedup", type=float, default=1.0, help="run that many times as fast")
     parser.add_argument("--mean-output-tokens", type=float, default=None, help="the model stops by itself around there")
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--kv-connector", action="store_true", help="prefill/decode hand-off as NixlConnector")
+    parser.add_argument(
+        "--kv-connector",
+        action="store_true",
+        help="prefill/decode hand-off as NixlConnector; between the servers of one process only",
+    )
     parser.add_argument("--kv-lease-s", type=float, default=30.0)
     parser.add_argument("--kv-load-failure-policy", choices=("fail", "recompute"), default="fail")
     parser.add_argument("--seed", type=int, default=0)

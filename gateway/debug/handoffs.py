@@ -8,20 +8,6 @@ from prometheus_client.metrics import MetricWrapperBase
 from scorer.types import PdReason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
-OUTCOMES = (
-    "ok",
-    "refused",
-    "cancelled",
-    PdReason.PREFILL_FAILED.value,
-    PdReason.PREFILL_TIMEOUT.value,
-    PdReason.NO_PARAMS.value,
-    PdReason.BAD_PARAMS.value,
-    PdReason.UNKNOWN_BLOCK_SIZE.value,
-    PdReason.LEASE_OVER.value,
-    PdReason.KV_LOAD_FAILED.value,
-    PdReason.DECODE_FAILED.value,
-)
-"""How a handoff ended: `ok` with the decode worker's first byte."""
 
 
 class HandoffMetrics:

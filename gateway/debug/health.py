@@ -21,6 +21,8 @@ _STALE_INTERVALS = 3.0
 DEGRADATIONS = (
     "discovery",
     "no_workers",
+    "no_decode_worker",
+    "no_prefill_worker",
     "worker_draining",
     "worker_asleep",
     "worker_ejected",
@@ -31,6 +33,7 @@ DEGRADATIONS = (
     "stats_stale",
     "prefix_caching_off",
     "pair_broken",
+    "transfers_failing",
     "events_missing",
     "events_disconnected",
     "events_catching_up",
@@ -131,12 +134,25 @@ def _of_workers(core: Core) -> Iterator[Degradation]:
 
 
 def _of_pairs(core: Core) -> Iterator[Degradation]:
+    workers = core.fleet.workers.values()
+    wanted = core.config.pd.policy not in ("local", "header")
+    if any(w.role is Role.PREFILL for w in workers) and not any(is_usable(core, w) for w in workers):
+        yield Degradation(what="no_decode_worker", detail="there are prefill workers, and nobody to decode")
+    splits = (wanted and any(w.role is Role.DECODE for w in workers)) or any(w.role is Role.PREFILL for w in workers)
+    if splits and not any(w.role is Role.PREFILL and is_ready(core, w) for w in workers):
+        yield Degradation(what="no_prefill_worker", detail="every prompt is computed by its decode worker")
     now_s = time.monotonic()
     for (prefill, decode), pair in sorted(core.planner.pairs.pairs.items()):
         state = pair.state(now_s)
         if state != "closed" and decode in core.fleet.workers:
-            why = pair.incompatible or f"{state} after {pair.failures} failed handoffs in a row"
+            why = pair.incompatible or f"{state} after {pair.failures} failed handoffs, the last: {pair.last_failure}"
             yield Degradation(what="pair_broken", worker=decode, detail=f"nothing is handed over by {prefill}: {why}")
+
+    for name in core.pairing.failing(now_s):
+        detail = (
+            "its engine counts failed KV transfers; with kv_load_failure_policy recompute it computes those prompts"
+        )
+        yield Degradation(what="transfers_failing", worker=name, detail=detail)
 
 
 def _of_events(core: Core) -> Iterator[Degradation]:

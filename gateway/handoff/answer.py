@@ -254,9 +254,12 @@ def _check_address(params: Mapping[str, Any], hosts: Collection[str], ports: Col
     if type(port) is not int or not 1 <= port <= 65_535:
         raise BadParams("remote_port is not a port")
     if same_host(params["remote_host"]) not in {same_host(host) for host in hosts}:
-        raise BadParams("remote_host is not the prefill worker's")
+        raise BadParams(
+            f"remote_host {params['remote_host'][:64]!r} is not the prefill worker's: set VLLM_NIXL_SIDE_CHANNEL_HOST "
+            "there, or workers[].nixl here"
+        )
     if ports is not None and port not in ports:
-        raise BadParams("remote_port is not the prefill worker's")
+        raise BadParams(f"remote_port {port} is not the prefill worker's (workers[].nixl)")
 
 
 def same_host(host: str) -> str:

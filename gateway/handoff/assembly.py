@@ -14,10 +14,10 @@ from gateway.engine.health import Health
 from gateway.handoff.clock import AnswerClock
 from gateway.handoff.connector import Connector, NixlPull
 from gateway.handoff.engine_ids import EngineIds
-from gateway.handoff.handoff import Shared
 from gateway.handoff.hosts import Hosts
 from gateway.handoff.releases import Releases
 from gateway.handoff.settings import HandoffSettings
+from gateway.handoff.shared import Shared
 from gateway.proxy.upstream import UpstreamPool
 from scorer.planner import Planner
 from scorer.types import Role

@@ -7,6 +7,8 @@ that came fastest.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 
 _RESOLUTION_S = 1.0
@@ -17,15 +19,22 @@ _MOST_WORKERS = 4096
 class AnswerClock:
     """The smallest difference between our clock and each worker's, of the last ten minutes or so."""
 
-    def __init__(self) -> None:
+    def __init__(self, unix: Callable[[], float] | None = None) -> None:
+        """`unix`: seconds since 1970 on a clock that never steps (when the machine's does, no answer was late)."""
+        self._unix = unix or _steady_unix()
         self._least: dict[str, tuple[float, float]] = {}
 
-    def seen(self, worker: str, date: str | None, unix_s: float) -> None:
-        """Any answer of the worker: the fastest show how the clocks differ."""
-        self.delay_s(worker, date, unix_s)
+    def forget(self, worker: str) -> None:
+        """Its process is another one, perhaps on another machine."""
+        self._least.pop(worker, None)
 
-    def delay_s(self, worker: str, date: str | None, unix_s: float) -> float:
-        """At least so long ago was the answer written that says `date` and came at `unix_s`."""
+    def seen(self, worker: str, date: str | None) -> None:
+        """Any answer of the worker: the fastest show how the clocks differ."""
+        self.delay_s(worker, date)
+
+    def delay_s(self, worker: str, date: str | None, unix_s: float | None = None) -> float:
+        """At least so long ago was the answer written that says `date` and came at `unix_s` (None: now)."""
+        unix_s = self._unix() if unix_s is None else unix_s
         apart_s = _apart_s(date, unix_s)
         if apart_s is None:
             return 0.0
@@ -36,6 +45,11 @@ class AnswerClock:
             self._least[worker] = apart_s, unix_s
             return 0.0
         return max(0.0, apart_s - least_s - _RESOLUTION_S)
+
+
+def _steady_unix() -> Callable[[], float]:
+    offset_s = time.time() - time.monotonic()
+    return lambda: offset_s + time.monotonic()
 
 
 def _apart_s(date: str | None, unix_s: float) -> float | None:

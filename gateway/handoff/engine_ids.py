@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 _MOST_RETIRED = 4096
 _MOST_USED = 65_536
+_MOST_OWNED = 16_384
 
 
 class EngineIds:
@@ -17,21 +18,44 @@ class EngineIds:
 
     def __init__(self, lease_s: float = math.inf) -> None:
         self._lease_s = lease_s
-        self._owners: dict[str, str] = {}
+        self._owners: OrderedDict[str, tuple[str, tuple[str, str]]] = OrderedDict()
+        """The worker that brought the id first, and where the engine's side channel is."""
         self._ids: dict[str, dict[str, float]] = {}
         """Of each worker, and when each first came."""
         self._retired: OrderedDict[str, float] = OrderedDict()
         """And when."""
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._echoing: set[str] = set()
+        """Workers whose engines put our request ids into theirs."""
 
-    def accept(self, worker: str, engine_id: str, request_id: str, now_s: float) -> str | None:
-        """None, or why `worker` cannot have this id, or this prefill cannot be fetched again."""
+    def accept(
+        self,
+        worker: str,
+        engine_id: str,
+        request_id: str,
+        now_s: float,
+        *,
+        address: tuple[str, str] = ("", ""),
+        asked_as: str | None = None,
+    ) -> str | None:
+        """None, or why `worker` cannot have this id, or this prefill cannot be fetched (again).
+
+        `address` is the side channel's: one engine may be known by two names. `asked_as` is the request id we sent; an
+        engine that has ever put one into `request_id` always does, and an answer without it is to another request.
+        """
         if now_s < self._retired.get(engine_id, -math.inf) + self._lease_s:
             return "the engine id is that of an earlier process"
-        owner = self._owners.setdefault(engine_id, worker)
-        if owner != worker:
+        owner, owned_at = self._owners.setdefault(engine_id, (worker, address))
+        if owner != worker and owned_at != address:
             return f"the engine id is that of {owner}"
         self._ids.setdefault(worker, {}).setdefault(engine_id, now_s)
+        if len(self._owners) > _MOST_OWNED:
+            self._disown(self._owners.popitem(last=False)[0])
+        if asked_as is not None:
+            if asked_as in request_id:
+                self._echoing.add(worker)
+            elif worker in self._echoing:
+                return "it is the answer to another request"
         if (engine_id, request_id) in self._used:
             return "these params have been used"  # A cache between us and the worker, say.
         self._used[engine_id, request_id] = None
@@ -39,8 +63,19 @@ class EngineIds:
             self._used.popitem(last=False)
         return None
 
+    def forget(self, worker: str) -> None:
+        """The worker is known no more. Its engine may live on, and come back under this name or another."""
+        self._echoing.discard(worker)
+        for engine_id in self._ids.pop(worker, {}):
+            if self._owners.get(engine_id, ("",))[0] == worker:
+                del self._owners[engine_id]
+
+    def _disown(self, engine_id: str) -> None:
+        for ids in self._ids.values():
+            ids.pop(engine_id, None)
+
     def retire(self, worker: str, now_s: float, alive_s: float = math.inf) -> None:
-        """The worker has restarted or is gone. Its old process was last seen alive at `alive_s`: what first came later
+        """The worker has restarted. Its old process was last seen alive at `alive_s`: what first came later
         may be the new one's, whose requests can be here before anybody has noticed the restart.
         """
         ids = self._ids.pop(worker, {})
@@ -48,7 +83,7 @@ class EngineIds:
             if first_s > alive_s:
                 self._ids.setdefault(worker, {})[engine_id] = first_s
                 continue
-            del self._owners[engine_id]
+            self._owners.pop(engine_id, None)
             self._retired[engine_id] = now_s
         while len(self._retired) > _MOST_RETIRED:
             self._retired.popitem(last=False)

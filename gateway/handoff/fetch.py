@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import aiohttp
+import msgspec
 
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.engine.health import End
@@ -17,15 +18,38 @@ from gateway.handoff.cached import CachedTokens
 from gateway.handoff.handoff import Offer
 from gateway.handoff.opening import Opening, State
 from gateway.handoff.watch import LegWatch, Verdict
-from gateway.proxy.attempt import AttemptFailed, LeaseOver
-from gateway.proxy.relay import Answer
+from gateway.proxy.attempt import AttemptFailed, BehindSidecar, LeaseOver, LoadFailed, Rejected
+from gateway.proxy.relay import OUTCOME_HEADER, Answer
 from gateway.proxy.timed import TimedBody
 from gateway.proxy.upstream import Upstream
 
+_log = logging.getLogger(__name__)
+_DEAF_S = 300.0
+"""So long a server that did not ask for a body is not waited for again."""
 _LOAD_FAILED = 500
 """What vLLM answers when the KV it was told to fetch did not come."""
-_ENDED_IN_ERROR = re.compile(rb'"finish_reason"\s*:\s*"error"')
-"""Within a JSON string the quotes would be escaped."""
+_ABOUT_OUR_PART = frozenset({413, 417, 431})
+
+
+class _Error(msgspec.Struct):
+    type: str | None = None
+
+
+class _Told(msgspec.Struct):
+    error: _Error | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Ends(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_WITH_CHOICES = frozenset({"chat", "completions", "generate"})
+_ends = msgspec.json.Decoder(_Ends)
+_errors = msgspec.json.Decoder(_Told)
 _LONGEST_WHOLE_BYTES = 64 << 20
 
 
@@ -57,19 +81,26 @@ class Fetch:
         self._heard_since = heard_since
         self._replaceable = replaceable
 
-    async def run(self, offer: Offer, missing_tokens: int, *, fresh: bool) -> Answer | None:
-        """The worker's answer; None when the KV did not get there. Raises LeaseOver or AttemptFailed."""
+    async def run(self, offer: Offer, missing_tokens: int, *, fresh: bool) -> Answer:
+        """The worker's answer. Raises LoadFailed, LeaseOver or AttemptFailed."""
         began_s = time.monotonic()
         answer = await self._send(offer, offer.take(), fresh=fresh)
-        if answer.status == _LOAD_FAILED or (answer.status < 400 and await _opens_badly(answer)):
-            return None
+        if answer.status == _LOAD_FAILED:
+            raise LoadFailed(f"status 500, {_kind_of(answer.first)}")
+        if answer.status < 400 and (failure := await _bad_opening(answer)) is not None:
+            raise LoadFailed(failure)
+        if answer.status in _ABOUT_OUR_PART:
+            raise Rejected(answer.status)
         if answer.status >= 400:
+            self._metrics.handoff(offer.legs.prefill_worker, offer.legs.decode_worker, "refused")
             offer.written = False  # Who refuses it may not have looked at the params; to release twice is harmless.
             return answer
         first_byte_s = time.monotonic() - began_s
         await self._restate(answer, offer.answer)
-        if answer.whole and _ENDED_IN_ERROR.search(answer.first):
-            return None  # Some versions say 200 to that.
+        if answer.whole and self._kind in _WITH_CHOICES and _ended_in_error(answer.first):
+            raise LoadFailed("the answer ended in an error")  # Some versions say 200 to that.
+        if OUTCOME_HEADER in answer.response.headers:
+            raise BehindSidecar(answer)
         self._metrics.fetched(offer.legs.prefill_worker, offer.legs.decode_worker, missing_tokens, first_byte_s)
         return answer
 
@@ -80,14 +111,18 @@ class Fetch:
             return await self._carry(offer, TimedBody(data, offer.deadline_s), fresh=fresh)
         except _Untouched as untouched:
             if untouched.deaf:
-                upstream.asks_for_bodies = False
+                upstream.deaf_until_s = time.monotonic() + _DEAF_S
+                _log.warning(
+                    "%s does not ask for bodies (Expect: 100-continue); for a while none are held back",
+                    offer.legs.decode_worker,
+                )
             try:
                 return await self._carry(offer, TimedBody(data, offer.deadline_s), fresh=True)
             except _Untouched as again:
                 raise AttemptFailed(End.TIMEOUT if again.deaf else End.RESET) from again
 
     async def _carry(self, offer: Offer, body: TimedBody, *, fresh: bool) -> Answer:
-        ask = self._upstream.asks_for_bodies
+        ask = time.monotonic() >= self._upstream.deaf_until_s
         watch: LegWatch | None = None
         try:
             async with asyncio.timeout(None) as limit:
@@ -120,17 +155,19 @@ class Fetch:
 
     async def _restate(self, answer: Answer, prefill: PrefillAnswer) -> None:
         """Have the answer say what `cached_tokens` means on every path (see docs/disaggregation.md)."""
+        if not _is_plain(answer):
+            return
         rewriting = CachedTokens(self._kind, prefill.cached_tokens, add_absent=prefill.reports_cached)
         if answer.is_stream:
             answer.rewriting = rewriting
-            return
-        if answer.response.headers.get("Content-Encoding", "identity") != "identity":
             return
         pieces = [answer.first]
         size = len(answer.first)
         while size <= _LONGEST_WHOLE_BYTES:
             try:
                 piece = await answer.response.content.readany()
+            except TimeoutError as exc:
+                raise AttemptFailed(End.TIMEOUT) from exc
             except (aiohttp.ClientError, OSError) as exc:
                 raise AttemptFailed(End.RESET) from exc
             if not piece:
@@ -149,19 +186,44 @@ class _Untouched(Exception):
         self.deaf = deaf
 
 
-async def _opens_badly(answer: Answer) -> bool:
-    """Whether a stream begins with the news that there will be none: its status was sent too early to say so."""
-    if not answer.is_stream:
-        return False
+def _is_plain(answer: Answer) -> bool:
+    return bool(answer.response.headers.get("Content-Encoding", "identity") == "identity")
+
+
+async def _bad_opening(answer: Answer) -> str | None:
+    """What a stream says that begins with the news that there will be none: its status was sent too early for that."""
+    if not answer.is_stream or not _is_plain(answer):
+        return None
     opening = Opening()
     state = opening.feed(answer.first)
     while state is State.PENDING:
         try:
             piece = await answer.response.content.readany()
+        except TimeoutError as exc:
+            raise AttemptFailed(End.TIMEOUT) from exc
         except (aiohttp.ClientError, OSError):
-            return True
+            return "the stream broke off before any content"
         if not piece:
-            return opening.end() is State.FAILED
+            state = opening.end()
+            break
         answer.first += piece
         state = opening.feed(piece)
-    return state is State.FAILED
+    return f"an error event, {_kind_of(opening.error or b'')}" if state is State.FAILED else None
+
+
+def _ended_in_error(body: bytes) -> bool:
+    if b'"error"' not in body:
+        return False
+    try:
+        return any(choice.finish_reason == "error" for choice in _ends.decode(body).choices)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return False
+
+
+def _kind_of(body: bytes) -> str:
+    """What kind of error an engine tells of. Not its text, which may quote the prompt."""
+    try:
+        error = _errors.decode(body).error
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        error = None
+    return (error.type if error is not None else None) or "it gave no reason"

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-LENIENT_BYTES = 4 << 20
+LENIENT_BYTES = 1 << 20
 """Python's own parser, which reads what msgspec does not, is for texts up to this size."""
 
 Fields = dict[str, msgspec.Raw]

@@ -18,6 +18,8 @@ from scorer.fleet import Fleet, Worker
 from scorer.pairs import Pairs
 from scorer.types import Role
 
+_FAILING_S = 60.0
+
 
 class Pairing:
     """`capabilities_of` a worker: what its engine said of itself, None before it was asked."""
@@ -37,6 +39,8 @@ class Pairing:
         self._stranded = stranded
         self._metrics = metrics
         self._capabilities_of = capabilities_of
+        self._failed_s: dict[str, float] = {}
+        """When a decode engine last counted a failed transfer."""
 
     def compare(self, name: str) -> None:
         """The worker has said what it is: look at every pair it could be in."""
@@ -56,9 +60,19 @@ class Pairing:
         self._stranded.forget(name)
         self._pairs.forget(name)
 
+    def transfers_failed(self, name: str, now_s: float) -> None:
+        """The engine has counted failed transfers. One that computes the prompt itself then does not tell otherwise."""
+        self._failed_s[name] = now_s
+
+    def failing(self, now_s: float) -> list[str]:
+        """Workers whose transfers failed within the last minute."""
+        return [name for name, failed_s in self._failed_s.items() if now_s - failed_s < _FAILING_S]
+
     def gone(self, name: str) -> None:
-        self.restarted(name)
+        self._engine_ids.forget(name)
+        self._pairs.forget(name)
         self._metrics.forget(name)
+        self._failed_s.pop(name, None)
 
     def _apart(self, prefill: Worker, decode: Worker) -> str | None:
         """Why the two cannot pair, as far as both say anything about it."""

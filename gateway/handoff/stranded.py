@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import count
 
+_MOST_HELD = 16_384
+
 
 class Stranded:
     """Tokens by prefill worker."""
@@ -17,6 +19,8 @@ class Stranded:
     def add(self, worker: str, n_tokens: int, until_s: float) -> int:
         """Returns the number to `release` them by."""
         number = next(self._numbers)
+        if len(self._held) >= _MOST_HELD:
+            del self._held[next(iter(self._held))]
         self._held[number] = worker, n_tokens, until_s
         self.total_tokens += n_tokens
         return number

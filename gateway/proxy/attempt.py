@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.engine.health import End
+from gateway.proxy.relay import Answer
 
 
 class AttemptFailed(Exception):
@@ -21,3 +22,25 @@ class AttemptFailed(Exception):
 
 class LeaseOver(Exception):
     """The decode worker did not get the whole request while the prefill worker was sure to hold its blocks."""
+
+
+class LoadFailed(Exception):
+    """The KV did not get to the decode worker, which has said so before any content. The text says how."""
+
+
+class BehindSidecar(Exception):
+    """The decode worker is one of our own faces, which takes transfer params out of every body: its engine has computed
+    the prompt itself. `answer` is right all the same.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+
+class Rejected(Exception):
+    """The decode worker, or something before it, refuses a leg in a way that may be about what we added to it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status

@@ -7,6 +7,7 @@ another decode worker. Once it is here, nothing is.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection
 from functools import partial
@@ -19,12 +20,14 @@ from multidict import CIMultiDict
 
 from gateway.engine.health import End
 from gateway.handoff.fetch import Fetch
-from gateway.handoff.handoff import RANK_HEADER, Handoff, Offer, RefusedByPrefill
+from gateway.handoff.handoff import Handoff, Offer
+from gateway.handoff.prefill_leg import RefusedByPrefill
 from gateway.proxy import errors
 from gateway.proxy.access import Record
-from gateway.proxy.attempt import AttemptFailed, LeaseOver
+from gateway.proxy.attempt import AttemptFailed, BehindSidecar, LeaseOver, LoadFailed, Rejected
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
+from gateway.proxy.headers import RANK_HEADER
 from gateway.proxy.parts import Parts
 from gateway.proxy.relay import Answer
 from gateway.proxy.timed import TimedBody
@@ -34,7 +37,7 @@ from scorer.types import Outcome, OutcomeKind, PdReason, Plan, RequestFacts, Rol
 
 _RETRY_STATUSES = frozenset({502, 503})
 """An engine that is going down or full says so before it computes anything; another one may do it."""
-_PAIR_FAILED = Outcome(kind=OutcomeKind.PAIR_FAILED)
+_log = logging.getLogger(__name__)
 
 
 class Sending(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,24 +127,44 @@ class Dispatch:
         if offer is None:
             return await self._attempt(flight, self._sending.raw, fresh=fresh)
         try:
-            answer = await self._fetch(flight, offer, fresh=fresh)
-        except AttemptFailed:
-            self._handoff_failed(offer, PdReason.DECODE_FAILED)
+            return await self._fetch(flight, offer, fresh=fresh)
+        except AttemptFailed as failure:
+            self._handoff_failed(offer, PdReason.DECODE_FAILED, failure.reason)
             offer.written = False  # Who has it is not going to use it.
             raise
+        except BehindSidecar as exc:
+            offer.written = False
+            self._give_back()
+            self._behind_sidecar(offer)
+            return exc.answer
         except LeaseOver:
-            self._handoff_failed(offer, PdReason.LEASE_OVER)
+            self._handoff_failed(offer, PdReason.LEASE_OVER, "no whole request before the deadline")
             self._give_back()
             return await self._alone(flight, PdReason.LEASE_OVER)
-        if answer is not None:
+        except LoadFailed as failure:
+            self._handoff_failed(offer, PdReason.KV_LOAD_FAILED, str(failure))
+            offer.written = False
+            self._give_back()
+            pair = offer.legs.prefill_worker, offer.legs.decode_worker
+            answer = await self._alone(flight, PdReason.KV_LOAD_FAILED)
+            if answer.status < 500:  # Else it is not the handoff that the worker cannot do.
+                self._parts.planner.pairs.broke(pair, time.monotonic(), str(failure))
             return answer
-        self._handoff_failed(offer, PdReason.KV_LOAD_FAILED)
-        offer.written = False
-        self._give_back()
-        self._parts.planner.observe(flight.facts.request_id, _PAIR_FAILED, time.monotonic())
-        return await self._alone(flight, PdReason.KV_LOAD_FAILED)
+        except Rejected as exc:
+            # Perhaps because of what we added (a longer body, Expect): without that it is the client's answer.
+            self._handoff_failed(offer, PdReason.DECODE_FAILED, f"status {exc.status}")
+            offer.written = False
+            self._give_back()
+            return await self._alone(flight, PdReason.DECODE_FAILED)
 
-    async def _fetch(self, flight: Flight, offer: Offer, *, fresh: bool) -> Answer | None:
+    def _behind_sidecar(self, offer: Offer) -> None:
+        names = offer.legs.prefill_worker, offer.legs.decode_worker
+        why = f"{names[1]} is a warmroute face itself, which lets no params through; name its engine instead"
+        self._parts.planner.pairs.set_incompatible(names, why)
+        self._parts.handoffs.metrics.handoff(*names, PdReason.PAIR_INCOMPATIBLE.value)
+        _log.warning("nothing is handed over by %s any more: %s", names[0], why)
+
+    async def _fetch(self, flight: Flight, offer: Offer, *, fresh: bool) -> Answer:
         upstream = self._parts.upstreams.get(flight.worker)
         if upstream is None:
             raise AttemptFailed(End.CONNECT)  # The worker has just been removed.
@@ -154,7 +177,9 @@ class Dispatch:
             replaceable=any(name != flight.worker for name in self._decoders()),
         )
         missing_tokens = max(0, flight.facts.prompt_tokens - flight.plan.chosen.cached_tokens)
-        return await fetch.run(offer, missing_tokens, fresh=fresh)
+        answer = await fetch.run(offer, missing_tokens, fresh=fresh)
+        offer.fetched = True
+        return answer
 
     async def _alone(self, flight: Flight, why: PdReason) -> Answer:
         """The decode worker computes the prompt after all."""
@@ -170,7 +195,9 @@ class Dispatch:
         self._note_local(flight)
         return await self._attempt(flight, self._sending.raw, fresh=False)
 
-    def _handoff_failed(self, offer: Offer, why: PdReason) -> None:
+    def _handoff_failed(self, offer: Offer, why: PdReason, detail: str) -> None:
+        legs = offer.legs
+        _log.warning("handoff from %s to %s: %s (%s)", legs.prefill_worker, legs.decode_worker, why.value, detail)
         metrics = self._parts.handoffs.metrics
         metrics.handoff(offer.legs.prefill_worker, offer.legs.decode_worker, why.value)
         metrics.stage(remote=True, stage="decode", outcome=why.value)
@@ -225,9 +252,9 @@ class Dispatch:
         )
         choices = [(retry, self.available())]
         if same_worker:
-            choices.append(
-                (msgspec.structs.replace(retry, excluded=facts.excluded), [failed.worker, *self._prefills()])
-            )
+            keep_local = PdReason.DECODE_FAILED if failed.plan.remote else facts.keep_local
+            again = msgspec.structs.replace(retry, excluded=facts.excluded, keep_local=keep_local)
+            choices.append((again, [failed.worker, *self._prefills()]))
         for asked, available in choices:
             try:
                 plan = parts.planner.plan(asked, available, time.monotonic(), parts.rng)
@@ -342,6 +369,8 @@ class Dispatch:
                 metrics = self._parts.handoffs.metrics
                 stage = "prefill" if remote and offer is None else "decode"
                 metrics.stage(remote=remote, stage=stage, outcome="cancelled")
+                if offer is not None and not offer.fetched:
+                    metrics.handoff(offer.legs.prefill_worker, offer.legs.decode_worker, "cancelled")
                 flight.cancel()
             self._give_back()
             self.drop_answer()

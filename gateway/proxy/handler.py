@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import MutableMapping
 from itertools import count
+from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
@@ -20,16 +21,16 @@ from multidict import CIMultiDict
 
 from gateway.engine.health import End
 from gateway.handoff.bodies import clean
-from gateway.handoff.handoff import RefusedByPrefill
+from gateway.handoff.prefill_leg import RefusedByPrefill
 from gateway.proxy import errors
 from gateway.proxy.access import Record
 from gateway.proxy.body import read_body
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
-from gateway.proxy.headers import request_headers, response_headers
+from gateway.proxy.headers import LEG_HEADER, request_headers, response_headers
 from gateway.proxy.parts import Draining, Parts
-from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
+from gateway.proxy.relay import OUTCOME_HEADER, Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
 from gateway.proxy.usage import UsageTail
 from gateway.request import BadRequest
@@ -43,6 +44,7 @@ _LONGEST_REQUEST_ID = 256
 _ID_PREFIX = secrets.token_hex(10)
 _ids = count(1)
 _BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
+_SAFE_IN_OUTCOME = "!#$&'()*+,/:<>?@[]^_`{|}~-."
 CLIENT_LEFT = 499
 """In logs and metrics, the status of an answer nobody waited for (nginx's)."""
 
@@ -150,7 +152,10 @@ class Exchange:
             return await self._relay(await dispatch.anywhere(), self.began_s)
         began_s = time.monotonic()
         hints = self._parts.hints(self.request)
-        dispatch.plan(_with_hints(await self._facts(body), hints))
+        facts = _with_hints(await self._facts(body), hints)
+        if facts.keep_local is None and LEG_HEADER in self.request.headers:
+            facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
+        dispatch.plan(facts)
         self._plan_id = hints.plan_id
         overhead_s = time.monotonic() - began_s
         self._parts.metrics.overhead.observe(overhead_s)
@@ -228,12 +233,13 @@ class Exchange:
         record = self.record
         if not self._parts.response_headers or record.choice is None:
             return
-        parts = [f"id={self._plan_id or record.request_id}", f"choice={record.choice}", f"reason={record.pd_reason}"]
+        shown_id = quote(self._plan_id or record.request_id, safe=_SAFE_IN_OUTCOME)
+        parts = [f"id={shown_id}", f"choice={record.choice}", f"reason={record.pd_reason}"]
         if record.prefill is not None:
             parts.append(f"prefiller={record.prefill}")
         if record.prefill_ms is not None:
             parts.append(f"prefill_ms={record.prefill_ms}")
-        headers["x-warmroute-outcome"] = ";".join(parts)
+        headers[OUTCOME_HEADER] = ";".join(parts)
 
     async def _send(
         self, answer: Answer, headers: CIMultiDict[str], flight: Flight | None, tail: UsageTail | None

@@ -26,6 +26,9 @@ _HOP_BY_HOP = frozenset(
 )
 # Engines and sidecars behind us would obey these: a client could make them connect anywhere, or pick a rank past the
 # planner (llm-d's, Dynamo's and our own hand-off headers). Who may be obeyed is read before (gateway.sidecar.hints).
+RANK_HEADER = "X-data-parallel-rank"
+LEG_HEADER = "x-warmroute-leg"
+"""On prefill legs. A face of ours that gets one computes the prompt where it is: none can go round in circles."""
 _STEERING = frozenset(
     {
         b"x-bypass-remote-prefill",
@@ -36,6 +39,7 @@ _STEERING = frozenset(
         b"x-prefiller-host-port",
         b"x-prefiller-url",
         b"x-warmroute-outcome",
+        b"x-warmroute-leg",
         b"x-warmroute-plan",
     }
 )

@@ -13,7 +13,7 @@ from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
 from gateway.engine.health import Health
-from gateway.handoff.handoff import Shared
+from gateway.handoff.shared import Shared
 from gateway.proxy.access import AccessLog
 from gateway.proxy.upstream import UpstreamPool
 from gateway.request import RequestReader

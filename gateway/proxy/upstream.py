@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import ssl
+from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
@@ -40,6 +41,22 @@ class PoolSettings:
         self.tls = tls
 
 
+class _CleanConnector(aiohttp.TCPConnector):
+    """Does not use a pooled connection again on which bytes have come that nobody asked for: the next request would
+    take them for its answer.
+    """
+
+    async def _get(self, key: Any, traces: Any) -> Any:
+        conns = self._conns.get(key)
+        if conns is not None:
+            for pooled in [pooled for pooled in conns if pooled[0].should_close]:
+                conns.remove(pooled)
+                pooled[0].close()
+            if not conns:
+                del self._conns[key]
+        return await super()._get(key, traces)
+
+
 class Upstream:
     """One worker's connections. Answers come undecoded, redirects are not followed, cookies are not kept."""
 
@@ -51,8 +68,8 @@ class Upstream:
         self._urls: dict[str, URL] = {}
         self._users = 0
         self._retired = False
-        self.asks_for_bodies = True
-        """Whether the server says 100 to Expect: 100-continue, as far as is known."""
+        self.deaf_until_s = 0.0
+        """Until then the server is thought not to say 100 to Expect: 100-continue."""
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -122,7 +139,7 @@ class Upstream:
     def _new_session(self, *, keep: bool) -> aiohttp.ClientSession:
         settings = self._settings
         connector = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.pool_idle_s, ssl=settings.tls)
+            _CleanConnector(limit=0, keepalive_timeout=settings.pool_idle_s, ssl=settings.tls)
             if keep
             else aiohttp.TCPConnector(limit=0, force_close=True, ssl=settings.tls)
         )

@@ -9,6 +9,7 @@ headers goes on to an engine (`gateway.proxy.headers`).
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from collections.abc import Callable, Collection
@@ -23,6 +24,7 @@ from gateway.sidecar.endpoint import Endpoint, parse_endpoint
 from gateway.sidecar.pod import Pod
 from gateway.sidecar.targets import Refusal, Targets
 
+_log = logging.getLogger(__name__)
 PREFILLER = "x-prefiller-host-port"
 RANK = "x-data-parallel-rank"
 RANK_ENDPOINT = "x-data-parallel-host-port"
@@ -39,6 +41,7 @@ _OUTCOMES = {
     PLAN: ("used", "malformed"),
 }
 _MOST_TARGETS = 16
+_LONGEST_SHOWN = 128
 _LONGEST_PLAN = 512
 _PLAN_VERSION = "v1"
 _PLAN_ID = re.compile(r"[!-:<-~]{1,128}")
@@ -133,7 +136,12 @@ class HintReader:
             if name is not None and name not in names:
                 names.append(name)
         if not names and "denied" in outcomes:
-            raise ApiError(403, "The prefill target is not allowed (pd.allow).", code="prefill_target_denied")
+            _log.warning("prefill target %s is not allowed: see pd.allow", values[0][:_LONGEST_SHOWN])
+            raise ApiError(
+                403,
+                "The prefill target is not allowed: it is no known prefill worker, and pd.allow does not cover it.",
+                code="prefill_target_denied",
+            )
         if not names and "malformed" in outcomes:
             _refuse(PREFILLER, "host:port or [IPv6]:port")
         if self._sampling and len(names) > 1:

@@ -21,6 +21,8 @@ from gateway.proxy.server import Page, run_page, target_of
 from gateway.proxy.upstream import Upstream, UpstreamPool
 
 _HEALTH_TIMEOUT_S = 2.0
+_NOT_PASSED = frozenset({"CONNECT", "TRACE"})
+_PASSED = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 _MOST_AT_ONCE = 256
 """Each may hold a body; the engine's own pages are small and few."""
 
@@ -98,6 +100,9 @@ class Passing:
 
     async def _exchange(self, request: web.BaseRequest, own: Page | None) -> web.StreamResponse:
         began_s = time.monotonic()
+        target = target_of(request)
+        if request.method in _NOT_PASSED or not target.startswith("/"):
+            raise errors.method_not_allowed(request.method, target[:200], _PASSED)
         engine = self._engine_of(request)
         upstream = self._upstreams.get(engine)
         if upstream is None:

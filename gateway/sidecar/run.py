@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from aiohttp import web
@@ -18,6 +19,7 @@ from gateway.sidecar.prefillers import Prefillers
 from gateway.sidecar.targets import Targets
 from gateway.tls import scheme_of_workers
 
+_log = logging.getLogger(__name__)
 _HINTED = "header"
 _REFUSED = 503
 """For an engine that refuses connections, as llm-d answers; it is starting or gone, and other pods are not."""
@@ -34,6 +36,10 @@ class Sidecar(Service):
         config = with_policy(config, pd.policy if pd.policy and pd.no_hint == "decide" else _HINTED)
         core = Core(config)
         self.pod = pod = Pod(settings.engine, settings.data_parallel_size, lambda: self.ports)
+        if not (pd.allow or config.workers or config.workers_file):
+            _log.warning(
+                "no prefill target is allowed: hints are answered 403 until pd.allow or prefill workers are set"
+            )
         self.targets = Targets(core.fleet, core.apply, pd.allow, scheme=scheme_of_workers(config.tls))
         reader = HintReader(
             self.targets,

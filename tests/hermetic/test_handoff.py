@@ -66,7 +66,6 @@ LEGS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "44_responses": ("/v1/responses", {**INPUT, "max_output_tokens": 50}, {"max_output_tokens": 1}, ("max_tokens",)),
     "44_responses_no_limit": ("/v1/responses", INPUT, {"max_output_tokens": 1}, ("max_tokens",)),
     "44_responses_stream": ("/v1/responses", {**INPUT, "stream": True}, {"stream": False}, ()),
-    "46_messages": ("/v1/messages", {**CHAT, "max_tokens": 50}, {"max_tokens": 1}, ("max_completion_tokens",)),
 }
 
 
@@ -91,7 +90,7 @@ async def test_llm_d_case_46_without_a_hint_messages_pass() -> None:
     async with Stub(offers()) as p1, Stub(answers()) as d1, world(PdConfig(policy="header"), p1=p1, d1=d1) as it:
         body = {**CHAT, "max_tokens": 50}
         told = await ask(it.http, it.url, "/v1/messages", body)
-        assert told.went == ("local", "no_hint")
+        assert told.went[0] == "local"
         assert bodies(d1) == [body]
         assert p1.calls == []
 
@@ -230,11 +229,18 @@ async def test_a_decode_worker_that_must_not_tokenise_again_gets_the_ids(pair: F
     n_tokens = completion["kv_transfer_params"]["remote_num_tokens"]
     assert len(completion["prompt"]) == n_tokens
     assert "prompt_token_ids" not in completion["kv_transfer_params"]
-    for body in (chat, responses, messages):
-        ids = body["kv_transfer_params"].get("prompt_token_ids")
-        assert ids is None or len(ids) == body["kv_transfer_params"]["remote_num_tokens"]
-    assert chat["kv_transfer_params"]["prompt_token_ids"]
-    assert "prompt_token_ids" not in messages["kv_transfer_params"], "no prefill answer of this API brings them"
+    for body in (chat, responses, messages):  # No prefill answer brings those of messages: they are our own.
+        params = body["kv_transfer_params"]
+        assert len(params["prompt_token_ids"]) == params["remote_num_tokens"]
+
+
+async def test_llm_d_case_46_messages_are_handed_over_too(pair: Fleet) -> None:
+    told = await ask(pair.http, pair.url, "/v1/messages", {**BODIES["/v1/messages"], "max_tokens": 50})
+    assert told.went == ("remote", "policy")
+    (first,), (second,) = ([seen.body for seen in pair.engines[name].requests] for name in ("p1", "d1"))
+    assert (first["max_tokens"], second["max_tokens"]) == (1, 50)
+    assert first["kv_transfer_params"] == PREFILL_PARAMS
+    assert not {"max_completion_tokens", "return_token_ids"} & set(first)
 
 
 # ---- headers ---------------------------------------------------------------------------------------------------------

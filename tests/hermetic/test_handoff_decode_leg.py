@@ -147,12 +147,12 @@ async def test_an_answer_that_breaks_off_before_it_is_whole_is_tried_again() -> 
 
     async with Stub(offers()) as p1, Stub(refusing_releases(breaks_once)) as d1, world(REMOTE, p1=p1, d1=d1) as it:
         told = await ask(it.http, it.url, body=COMPLETION)
-        assert (told.text, told.went) == ("right", ("remote", "policy"))
-        assert len(p1.calls) == 2, "each offer once"
+        assert (told.text, told.went) == ("right", ("local", "decode_failed"))
+        assert len(p1.calls) == 1, "it is asked once more, without what it may have failed at"
         await until(it.is_idle)
 
 
-async def test_a_lone_decode_worker_that_resets_is_asked_once_more_with_a_new_offer() -> None:
+async def test_a_lone_decode_worker_that_resets_is_asked_once_more_without_params() -> None:
     async def once(call: Call) -> None:
         if len(bodies(d1)) == 1:
             call.reset()
@@ -161,10 +161,10 @@ async def test_a_lone_decode_worker_that_resets_is_asked_once_more_with_a_new_of
 
     async with Stub(offers()) as p1, Stub(refusing_releases(once)) as d1, world(REMOTE, p1=p1, d1=d1) as it:
         told = await ask(it.http, it.url, body=COMPLETION)
-        assert (told.text, told.went) == ("right", ("remote", "policy"))
+        assert (told.text, told.went) == ("right", ("local", "decode_failed"))
         first, second = bodies(d1)
-        ids = {body["kv_transfer_params"]["remote_request_id"] for body in (first, second)}
-        assert len(ids) == 2
+        assert "kv_transfer_params" in first
+        assert "kv_transfer_params" not in second
 
 
 async def test_llm_d_case_55_a_lone_decode_worker_that_refuses_is_a_clear_error() -> None:

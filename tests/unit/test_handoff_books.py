@@ -25,7 +25,29 @@ def test_an_engine_id_belongs_to_the_worker_that_brought_it_first() -> None:
     assert ids.accept("p1", "e1", "r1", 1.0) is None
     assert ids.accept("p1", "e1", "r2", 2.0) is None
     assert ids.accept("p1", "e1_dp1", "r1", 2.0) is None, "each rank has its own"
-    assert "p1" in (ids.accept("p2", "e1", "r3", 3.0) or "")
+    assert "p1" in (ids.accept("p2", "e1", "r3", 3.0, address=("other", "5600")) or "")
+
+
+def test_one_engine_may_be_known_by_two_names() -> None:
+    ids = EngineIds()
+    here = ("10.0.0.1", "5600")
+    assert ids.accept("by-address", "e1", "r1", 1.0, address=here) is None
+    assert ids.accept("by-name", "e1", "r2", 2.0, address=here) is None
+
+
+def test_a_worker_that_was_only_forgotten_comes_back_with_its_engine() -> None:
+    ids = EngineIds()
+    assert ids.accept("p1", "e1", "r1", 1.0, address=("a", "1")) is None
+    ids.forget("p1")
+    assert ids.accept("p1", "e1", "r2", 2.0, address=("a", "1")) is None
+    assert ids.accept("p1", "e1", "r1", 3.0, address=("a", "1")) == "these params have been used"
+
+
+def test_an_answer_to_another_request_is_known_by_its_id() -> None:
+    ids = EngineIds()
+    assert ids.accept("silent", "e0", "chatcmpl-x", 1.0, asked_as="mine") is None, "some engines do not tell"
+    assert ids.accept("p1", "e1", "chatcmpl-mine-0a", 1.0, asked_as="mine") is None
+    assert "another request" in (ids.accept("p1", "e1", "chatcmpl-theirs-0b", 1.0, asked_as="ours") or "")
 
 
 def test_params_are_used_once() -> None:
