@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import random
 import socket
 import time
@@ -110,8 +111,9 @@ def leave_after(
     *,
     stream: bool = True,
     headers: Sequence[tuple[str, str]] = (),
+    enough_bytes: float = math.inf,
 ) -> int:
-    """Send, read for so long, and close the connection whatever has come. Returns the bytes read."""
+    """Send, read for so long or until so much has come, and close the connection. Returns the bytes read."""
     parts = urllib.parse.urlsplit(url)
     data = json.dumps({**body, "stream": stream}).encode()
     head = f"POST {PATHS[api]} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
@@ -119,7 +121,7 @@ def leave_after(
     n_read, deadline = 0, time.monotonic() + patience_s
     with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=TIMEOUT_S) as connection:
         connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        while (left_s := deadline - time.monotonic()) > 0:
+        while n_read < enough_bytes and (left_s := deadline - time.monotonic()) > 0:
             connection.settimeout(left_s)
             try:
                 piece = connection.recv(65_536)

@@ -11,12 +11,12 @@ import pytest
 # The helpers beside the tests; pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from engines import REPOSITORY, VllmServer, start_all, stop_all
+from engines import REPOSITORY, VllmServer, free_port, running, serving
 from gateway_process import reports
 from pd_fleet import PdFleet
+from tampering_proxy import TamperingProxy
 
 LOGS = REPOSITORY / ".e2e" / "logs"
-_running: list[VllmServer] = []
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -32,7 +32,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     """A failed test shows the end of each engine's log."""
     report = yield
     if report.failed:
-        report.sections += [(f"engine {server.name}", server.log_tail()) for server in _running]
+        report.sections += [(f"engine {server.name}", server.log_tail()) for server in running]
     return report
 
 
@@ -66,12 +66,8 @@ def three_servers(engine_logs: pathlib.Path) -> Iterator[list[VllmServer]]:
     Shared by all tests, so their caches are not empty. A test that stops or freezes one leaves it serving.
     """
     servers = [VllmServer(f"engine{number}", engine_logs, num_blocks=120) for number in range(3)]
-    start_all(servers)
-    _running.extend(servers)
-    yield servers
-    for server in servers:
-        _running.remove(server)
-    stop_all(servers)
+    with serving(servers):
+        yield servers
 
 
 @pytest.fixture(scope="session")
@@ -84,12 +80,8 @@ def engine(three_servers: list[VllmServer]) -> VllmServer:
 def pd_servers(engine: VllmServer, engine_logs: pathlib.Path) -> Iterator[PdFleet]:
     """Two prefill and two decode servers beside the plain `engine`, started when the first test asks for them."""
     fleet = PdFleet(engine, engine_logs)
-    start_all(fleet.servers)
-    _running.extend(fleet.servers)
-    yield fleet
-    for server in fleet.servers:
-        _running.remove(server)
-    stop_all(fleet.servers)
+    with serving(fleet.servers):
+        yield fleet
 
 
 @pytest.fixture
@@ -97,3 +89,10 @@ def fleet(pd_servers: PdFleet) -> Iterator[PdFleet]:
     """The same, and whatever a test does to them: no engine may be dead at its end."""
     yield pd_servers
     pd_servers.assert_alive()
+
+
+@pytest.fixture(scope="module")
+def proxy(pd_servers: PdFleet) -> Iterator[TamperingProxy]:
+    """Before the second prefill server."""
+    with TamperingProxy(pd_servers.prefill[1].url, free_port()) as proxy:
+        yield proxy

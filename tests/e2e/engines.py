@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,8 @@ class EngineStartError(RuntimeError):
     """The engine died or was not healthy in time; the message ends with the tail of its log."""
 
 
+running: "list[VllmServer]" = []
+"""Those inside a `serving`."""
 _ports_given: set[int] = set()
 _ports_lock = threading.Lock()
 
@@ -107,6 +109,7 @@ class VllmServer:
         num_blocks: KV-cache blocks of ``BLOCK_TOKENS`` tokens (the engine keeps one of them for itself).
         kv_role: ``kv_producer`` or ``kv_consumer`` adds the NIXL connector.
         kv_connector_extra: the connector's ``kv_connector_extra_config``, e.g. ``{"kv_lease_duration": 6}``.
+        kv_load_failure_policy: ``fail`` or ``recompute``; None is the engine's default.
         args, environment: added to the command line and environment.
     """
 
@@ -122,6 +125,7 @@ class VllmServer:
         max_model_len_tokens: int = 2048,
         kv_role: str | None = None,
         kv_connector_extra: Mapping[str, Any] | None = None,
+        kv_load_failure_policy: str | None = None,
         args: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -134,6 +138,7 @@ class VllmServer:
         self.max_model_len_tokens = max_model_len_tokens
         self.kv_role = kv_role
         self.kv_connector_extra = dict(kv_connector_extra or {})
+        self.kv_load_failure_policy = kv_load_failure_policy
         self.args = tuple(args)
         self.environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
@@ -209,6 +214,8 @@ class VllmServer:
             }
             if self.kv_connector_extra:
                 connector["kv_connector_extra_config"] = self.kv_connector_extra
+            if self.kv_load_failure_policy is not None:
+                connector["kv_load_failure_policy"] = self.kv_load_failure_policy
             command += ["--kv-transfer-config", json.dumps(connector)]
         return [*command, *self.args]
 
@@ -351,3 +358,16 @@ def stop_all(servers: Sequence[VllmServer]) -> None:
     deadline_s = time.monotonic() + STOP_DEADLINE_S
     for server in servers:
         server.stop(max(0.0, deadline_s - time.monotonic()))
+
+
+@contextlib.contextmanager
+def serving(servers: Sequence[VllmServer]) -> Iterator[None]:
+    """Start them all; at the end stop them all."""
+    start_all(servers)
+    running.extend(servers)
+    try:
+        yield
+    finally:
+        for server in servers:
+            running.remove(server)
+        stop_all(servers)

@@ -123,6 +123,16 @@ class Face:
             if key.partition("{")[0] == name and all(label in key for label in labels)
         )
 
+    def wait_until_nothing_is_booked(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """A client may have its answer's last byte just before its booking ends."""
+        names = ["requests_in_flight", *(f"worker_booked_{what}" for what in ("prefills", "streams", "kv_tokens"))]
+
+        def booked() -> dict[str, float]:
+            found = {name: self.metric(f"warmroute_{name}") for name in names}
+            return {name: value for name, value in found.items() if value}
+
+        poll(lambda: not booked(), deadline_s, lambda: f"still booked: {booked()}")
+
     @staticmethod
     def get(url: str) -> Any:
         try:

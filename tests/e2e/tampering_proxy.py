@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 import urllib.parse
+import uuid
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,6 +15,14 @@ Params = dict[str, Any]
 Edit = Callable[[Params], Any]
 
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
+
+
+def wrong_engine_id(params: Params) -> Params:
+    return {**params, "remote_engine_id": str(uuid.uuid4())}
+
+
+def out_of_range_blocks(params: Params) -> Params:
+    return {**params, "remote_block_ids": [[100_000 + i for i in group] for group in params["remote_block_ids"]]}
 
 
 class TamperingProxy:

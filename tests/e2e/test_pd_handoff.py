@@ -203,5 +203,4 @@ def test_handoffs_are_counted(gateway: Gateway, fleet: PdFleet) -> None:
     assert sum(pairs) == gateway.metric("warmroute_pd_handoffs_total", 'outcome="ok"')
     assert sum(pairs) >= 8
     assert gateway.metric("warmroute_pd_transfer_tokens_total") > 0
-    for name in ("booked_prefills", "booked_streams", "booked_kv_tokens"):
-        assert gateway.metric(f"warmroute_worker_{name}") == 0, name
+    gateway.wait_until_nothing_is_booked()

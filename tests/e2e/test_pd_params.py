@@ -16,7 +16,7 @@ from api_client import APIS, Answer, ask, request_body
 from engines import free_port
 from gateway_process import Face, Gateway, Sidecar
 from pd_fleet import LEASE_FLAGS, PdFleet, text_of
-from tampering_proxy import Edit, Params, TamperingProxy
+from tampering_proxy import Edit, Params, TamperingProxy, out_of_range_blocks, wrong_engine_id
 
 SEEDS = random.Random(43)
 HINT = "x-prefiller-host-port"
@@ -133,11 +133,11 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "no_blocks": (blocks(lambda ids: [[]]), "bad_params"),
     "flat_blocks": (blocks(lambda ids: ids[0]), "bad_params"),
     "negative_block": (blocks(lambda ids: [[-1, *ids[0][1:]]]), "bad_params"),
-    "out_of_range_blocks": (blocks(lambda ids: [[100_000 + i for i in ids[0]]]), "kv_load_failed"),
+    "out_of_range_blocks": (out_of_range_blocks, "kv_load_failed"),
     "remote_prefill_alone": (lambda params: ALONE, "bad_params"),
     "no_request_id": (without("remote_request_id"), "bad_params"),
     "no_engine_id": (without("remote_engine_id"), "bad_params"),
-    "wrong_engine_id": (lambda params: {**params, "remote_engine_id": str(uuid.uuid4())}, "kv_load_failed"),
+    "wrong_engine_id": (wrong_engine_id, "kv_load_failed"),
     "foreign_host": (replaced(remote_host="192.0.2.7"), "bad_params"),
     "closed_port": (
         lambda params: {**params, "remote_port": free_port(), "remote_engine_id": str(uuid.uuid4())},
@@ -151,14 +151,8 @@ WRONG: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.fixture(scope="module")
-def proxy(pd_servers: PdFleet) -> Iterator[TamperingProxy]:
-    """Before the second prefill server, which is the only one the sidecar below knows."""
-    with TamperingProxy(pd_servers.prefill[1].url, free_port()) as proxy:
-        yield proxy
-
-
-@pytest.fixture(scope="module")
 def hinted_sidecar(proxy: TamperingProxy, pd_servers: PdFleet, engine_logs: pathlib.Path) -> Iterator[Sidecar]:
+    """It knows no other prefill server than the one behind the proxy."""
     sidecar = Sidecar(pd_servers.decode[1].url, engine_logs, *LEASE_FLAGS, prefill=[proxy.url])
     sidecar.start()
     yield sidecar
