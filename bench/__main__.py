@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 # name -> (module with `main(args) -> int`, what it measures)
 BENCHES: dict[str, tuple[str, str]] = {
+    "trace": ("bench.trace", "fleets in simulated time: traces, arms, targets"),
     "micro": ("bench.micro", "index and planner operations on one core"),
 }
 

@@ -162,6 +162,11 @@ class PrefixIndex:
             state = self._table.states.get((worker, rank))
             return state is not None and bool(self._table.planes[GPU].holders(key) & state.bit)
 
+    def resident_blocks(self, worker: str, rank: int) -> int:
+        """Blocks the rank's events say it holds, of all tiers together."""
+        state = self._table.states.get((worker, rank))
+        return 0 if state is None else state.entries
+
     def _match(self, prompt: Chain, candidates: int, tiered: int, out: dict[Holder, Match]) -> None:
         planes = self._table.planes
         gpu = planes[GPU].depths(prompt, candidates)

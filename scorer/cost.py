@@ -32,6 +32,8 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: float = 147_456
     cpu_tier_bytes_per_s: float = 20e9
     disk_tier_bytes_per_s: float = 2e9
+    reuse: float = 0.3
+    """Share of cached blocks that are used again, where an engine does not tell its hits."""
     expected_output_tokens: float = 256
     """How long an answer is thought to be when the request does not bound it lower."""
 
@@ -46,13 +48,19 @@ class CostModel:
         c = self.constants
         return c.front_base_s + c.front_per_token_s * n_tokens
 
-    def comp_s(self, n_tokens: int, held_tokens: int, weight: float = 1.0) -> float:
-        """Computing what is not held, as one prefill."""
+    def comp_s(
+        self, n_tokens: int, held_tokens: int, weight: float = 1.0, floor_factor: float = 1.0, work_factor: float = 1.0
+    ) -> float:
+        """Computing what is not held, as one prefill. The factors are what was learned of the worker."""
+        work_s = work_factor * self.work_s(n_tokens, held_tokens)
+        floor_s = floor_factor * self.constants.comp_floor_s
+        return (work_s if work_s > floor_s else floor_s) / weight
+
+    def work_s(self, n_tokens: int, held_tokens: int) -> float:
+        """What the tokens of a prefill take, were there no floor to a step."""
         c = self.constants
-        fresh = n_tokens - held_tokens
         attention = (n_tokens * n_tokens - held_tokens * held_tokens) / 2
-        work = c.comp_per_token_s * fresh + c.comp_per_attention_s * attention
-        return (work if work > c.comp_floor_s else c.comp_floor_s) / weight
+        return c.comp_per_token_s * (n_tokens - held_tokens) + c.comp_per_attention_s * attention
 
     def load_s(self, cpu_tokens: int, disk_tokens: int) -> float:
         """Bringing blocks up from lower tiers. The token counts are what each tier adds to the one above."""

@@ -1,4 +1,5 @@
-"""The fixed rules by which routers decide whether a prompt is computed by the decode worker or by a prefill worker.
+"""The fixed rules by which routers decide whether a prompt is computed by the decode worker or by a prefill worker, and
+`cost`, which is none: what is predicted to cost less.
 
 header: only where somebody in front of us says so. local, always-remote: what they say. threshold:N: remote when at
 least N prompt tokens are not cached on the decode worker (llm-d's prefix-based decider; 0 turns it off, as there).
@@ -17,7 +18,7 @@ from scorer.types import PdReason
 Rule = Callable[[int, int], bool]
 """(prompt tokens, tokens cached on the decode worker) -> whether a prefill worker is to compute the prompt."""
 
-FORMS = "header, local, always-remote, threshold:N, isl:N,RATIO or isl-ratio:N,RATIO"
+FORMS = "cost, header, local, always-remote, threshold:N, isl:N,RATIO or isl-ratio:N,RATIO"
 
 
 class PdPolicy(NamedTuple):
@@ -26,6 +27,10 @@ class PdPolicy(NamedTuple):
     text: str
     rule: Rule
     reason: PdReason
+
+    @property
+    def by_cost(self) -> bool:
+        return self.reason is PdReason.COST
 
 
 def parse_policy(text: str) -> PdPolicy:
@@ -58,6 +63,7 @@ def _isl_ratio(tokens: int, ratio: float) -> Rule:
 
 
 _PLAIN: dict[str, tuple[Rule, PdReason]] = {
+    "cost": (lambda prompt, cached: False, PdReason.COST),
     "header": (lambda prompt, cached: False, PdReason.NO_HINT),
     "local": (lambda prompt, cached: False, PdReason.POLICY),
     "always-remote": (lambda prompt, cached: True, PdReason.POLICY),

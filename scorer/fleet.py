@@ -29,6 +29,8 @@ class Worker:
         self.max_model_len: int | None = None
         self.loads: dict[int, Load] = {0: Load()}
         self.stats: EngineStats | None = None
+        self.floor_factor = self.work_factor = self.step_factor = 1.0
+        """What its prefills and decode steps take, relative to the constants at its weight: learned."""
         self.publishes_events = False
         """Whether its KV events are arriving, so that the exact index speaks for it."""
 
@@ -42,6 +44,13 @@ class Worker:
         """What the engine last said of itself, unless that is too old to be priced."""
         stats = self.stats
         return stats if stats is not None and now_s - stats.scraped_at_s <= STALE_S else None
+
+    def reuse(self, prior: float) -> float:
+        """Share of prompt tokens it finds in its cache: how likely a cached block is used again."""
+        stats = self.stats
+        if stats is None or not stats.prefix_queries_tokens or stats.prefix_hits_tokens is None:
+            return prior
+        return min(1.0, max(0.0, stats.prefix_hits_tokens / stats.prefix_queries_tokens))
 
     def block_size(self) -> int | None:
         return None if self.stats is None else self.stats.block_size

@@ -11,9 +11,33 @@ from __future__ import annotations
 class Booking:
     """One request on one rank: first its prefill, then (after `first_token`) its decode stream."""
 
-    __slots__ = ("booked_s", "comp_s", "kv_tokens", "load", "prefilling", "settled")
+    __slots__ = (
+        "booked_s",
+        "comp_s",
+        "kv_tokens",
+        "load",
+        "out_tokens",
+        "prefilling",
+        "settled",
+        "slo_tpot_s",
+        "stalled_s",
+    )
 
-    def __init__(self, load: Load, comp_s: float, kv_tokens: int, now_s: float) -> None:
+    def __init__(
+        self,
+        load: Load,
+        comp_s: float,
+        kv_tokens: int,
+        now_s: float,
+        *,
+        out_tokens: float = 1.0,
+        slo_tpot_s: float | None = None,
+    ) -> None:
+        """`out_tokens` is how long the answer is thought to get, `slo_tpot_s` what its tokens may take each."""
+        self.out_tokens = max(1.0, out_tokens)
+        self.slo_tpot_s = slo_tpot_s
+        self.stalled_s = 0.0
+        """What its stream has lost to prefills beside it, as far as they were booked here."""
         self.load = load
         self.comp_s = comp_s
         self.kv_tokens = kv_tokens
@@ -28,7 +52,7 @@ class Booking:
             self.prefilling = False
             del self.load.prefills[self]
             self.load.head_since_s = now_s
-            self.load.streams += 1
+            self.load.streaming[self] = None
 
     def reprice(self, comp_s: float) -> None:
         """What is to be computed here has changed."""
@@ -53,26 +77,35 @@ class Booking:
             del self.load.prefills[self]
             self.load.head_since_s = now_s
         else:
-            self.load.streams -= 1
+            del self.load.streaming[self]
         self.load.kv_tokens -= self.kv_tokens
 
 
 class Load:
     """The bookings of one (worker, rank), in order."""
 
-    __slots__ = ("head_since_s", "kv_tokens", "prefills", "streams")
+    __slots__ = ("head_since_s", "kv_tokens", "prefills", "streaming")
 
     def __init__(self) -> None:
         self.prefills: dict[Booking, None] = {}
-        self.streams = 0
+        self.streaming: dict[Booking, None] = {}
         self.kv_tokens = 0
         """KV tokens of everything booked, answers so far included."""
         self.head_since_s = 0.0
         """When the prefill that is first in line got there, at the latest."""
 
     @property
+    def streams(self) -> int:
+        return len(self.streaming)
+
+    @property
     def requests(self) -> int:
-        return len(self.prefills) + self.streams
+        return len(self.prefills) + len(self.streaming)
+
+    def stall(self, stall_s: float) -> None:
+        """Every stream here stands still for so long."""
+        for booking in self.streaming:
+            booking.stalled_s += stall_s
 
     def is_head(self, booking: Booking) -> bool:
         return next(iter(self.prefills), None) is booking

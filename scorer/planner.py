@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
 from indexer import ApproximateIndex, Holder, Match, PrefixIndex, Prompt
+from scorer.calibrate import Calibration
 from scorer.cost import CostModel
 from scorer.disaggregation import parse_policy
 from scorer.fleet import Fleet, Worker
+from scorer.learner import Learner, Trace
 from scorer.ledger import Booking
 from scorer.pairs import Names, Pairs
-from scorer.policies import POLICIES, Offer, Policy
-from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer
-from scorer.remote import Choice, Remote
+from scorer.policies import POLICIES, TIE_S, Offer, Policy
+from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer, prompts_waiting
+from scorer.remote import BEST, Choice, Remote
 from scorer.types import Candidate, Outcome, OutcomeKind, PdReason, Plan, Price, RequestFacts, Role
 
 CONSIDERED = 8
@@ -63,7 +65,7 @@ class _Flight:
     prefill worker, until that has answered. `pair`: whose handoff is under way.
     """
 
-    __slots__ = ("decode", "facts", "held", "pair", "plan", "planned_s", "prefill", "prompt")
+    __slots__ = ("decode", "facts", "held", "pair", "plan", "planned_s", "prefill", "prompt", "trace")
 
     def __init__(self, facts: RequestFacts, plan: Plan, prompt: Prompt | None, decode: _Stay, held: Match) -> None:
         self.facts = facts
@@ -74,6 +76,7 @@ class _Flight:
         self.prefill: _Stay | None = None
         self.pair: Names | None = None
         self.planned_s = plan.decided_at_s
+        self.trace = Trace(plan.decided_at_s)
 
 
 class _Decision(msgspec.Struct, frozen=True):
@@ -113,8 +116,10 @@ class Planner:
         self.optimistic = ApproximateIndex(ttl_s=optimistic_ttl_s, capacity_blocks=1 << 20)
         """For workers with events: what was just sent there and not announced yet."""
         self.pairs = Pairs()
-        self._pricer = Pricer(self.cost)
+        self.calibration = Calibration()
+        self._pricer = Pricer(self.cost, self.calibration, index)
         self._remote = Remote(fleet, self._pricer, self.pairs, parse_policy(pd_policy))
+        self._learner = Learner(self.calibration, self.cost)
         self._choose: Policy = POLICIES[policy]
         self._flights: dict[str, _Flight] = {}
         self._unannounced: deque[tuple[float, Holder, list[int], float]] = deque()
@@ -154,7 +159,16 @@ class Planner:
         plan, (worker, holder, load) = decision.plan, decision.decode
         choice = decision.choice
         comp_s = plan.chosen.price.comp_s if choice is None else self.cost.constants.pull_stall_s
-        decode = _Stay(worker, holder, Booking(load, comp_s, facts.prompt_tokens, now_s))
+        load.stall(plan.chosen.price.stall_s)
+        booking = Booking(
+            load,
+            comp_s,
+            facts.prompt_tokens,
+            now_s,
+            out_tokens=self._pricer.out_tokens(facts),
+            slo_tpot_s=facts.slo_tpot_s,
+        )
+        decode = _Stay(worker, holder, booking)
         self._turn += 1
         self._turns[holder] = self._turn
         flight = self._flights[facts.request_id] = _Flight(facts, plan, prompt, decode, decision.held)
@@ -207,14 +221,20 @@ class Planner:
         place = flight.decode.worker, flight.decode.holder, flight.decode.booking.load
         held = {} if flight.prompt is None else self._held(flight.facts, flight.prompt, now_s)
         # What is assumed there by now is to come with this very request.
-        price, cached = self._pricer.local(flight.facts, place, flight.held, now_s)
+        out = self._pricer.out_tokens(flight.facts)
+        price, _ = self._pricer.local(flight.facts, place, flight.held, now_s, out_tokens=out)
         here = msgspec.structs.replace(flight.plan.chosen, prefill=None, prefill_cached_tokens=0, price=price)
-        _, choices = self._remote.decide(flight.facts, here, place, held, available, now_s, rng)
+        if self._remote.policy.by_cost and not flight.facts.prefill_hint:
+            _, choices = self._remote.by_cost(flight.facts, [(here, place)], held, available, now_s, out)
+            choices = [each for each in choices if each.candidate.price.total_s < here.price.total_s - TIE_S]
+        else:
+            _, choices = self._remote.decide(flight.facts, here, place, held, available, now_s, rng)
         if choices:
             self._book_prefill(flight, choices[0], now_s)
             here, why = choices[0].candidate, flight.plan.pd_reason
         else:
-            flight.decode.booking.reprice(self.cost.comp_s(flight.facts.prompt_tokens, cached, place[0].weight))
+            flight.decode.booking.reprice(price.comp_s)
+            place[2].stall(price.stall_s)
         known = {(here.decode, here.prefill), (here.decode, failed)}
         others = [each for each in flight.plan.considered if (each.decode, each.prefill) not in known]
         considered = (here, *others)[:CONSIDERED]
@@ -250,7 +270,13 @@ class Planner:
         self._settle_unannounced(now_s)
         places = self._places(facts, available)
         held = {} if prompt is None else self._held(facts, prompt, now_s)
-        priced = [self._pricer.local(facts, place, held.get(place[1], _NOTHING), now_s) for place in places]
+        out = self._pricer.out_tokens(facts)
+        waiting = prompts_waiting(places)
+        priced = [
+            self._pricer.local(facts, place, held.get(place[1], _NOTHING), now_s, out_tokens=out, waiting=waiting)
+            for place in places
+        ]
+        self._judge(facts, places, priced, out)
         offers = [
             Offer(i, price.total_s, load.requests, cached, self._turn - self._turns.get(holder, -1))
             for i, ((_, holder, load), (price, cached)) in enumerate(zip(places, priced, strict=True))
@@ -259,9 +285,19 @@ class Planner:
         ranked = sorted(offers, key=lambda offer: (offer.position != best.position, offer.total_s))[:CONSIDERED]
         considered = tuple(_candidate(places[o.position], priced[o.position], held) for o in ranked)
         decode = places[best.position]
-        pd_reason, choices = self._remote.decide(facts, considered[0], decode, held, available, now_s, rng)
-        if choices:
-            considered = (*(choice.candidate for choice in choices[:_PREFILLS]), *considered)[:CONSIDERED]
+        if self._remote.policy.by_cost and not facts.prefill_hint:
+            locals_ = [(c, places[o.position]) for c, o in zip(considered, ranked, strict=True)][:BEST]
+            pd_reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s, out)
+            if choices and choices[0].candidate.price.total_s >= considered[0].price.total_s - TIE_S:
+                considered = (considered[0], *_merged(considered[1:], choices))[:CONSIDERED]
+                choices = []
+            elif choices:
+                decode = choices[0].decode
+                considered = (choices[0].candidate, *_merged(considered, choices[1:]))[:CONSIDERED]
+        else:
+            pd_reason, choices = self._remote.decide(facts, considered[0], decode, held, available, now_s, rng)
+            if choices:
+                considered = (*(choice.candidate for choice in choices[:_PREFILLS]), *considered)[:CONSIDERED]
         plan = Plan(
             request_id=facts.request_id,
             chosen=considered[0],
@@ -273,6 +309,23 @@ class Planner:
             decided_at_s=now_s,
         )
         return _Decision(plan, decode, held.get(decode[1], _NOTHING), choices[0] if choices else None)
+
+    def _judge(
+        self, facts: RequestFacts, places: list[Place], priced: list[tuple[Price, int]], out_tokens: float
+    ) -> None:
+        """Add what broken objectives cost to the best prices. The others could only become dearer, and do not come
+        back.
+        """
+        order = sorted(range(len(priced)), key=lambda i: priced[i][0].total_s)[:CONSIDERED]
+        for i in order:
+            price, cached = priced[i]
+            priced[i] = self._pricer.judged(facts, places[i], price, out_tokens), cached
+        if len(order) < len(priced):
+            dearest = max(priced[i][0].total_s for i in order)
+            chosen = set(order)
+            for i, (price, cached) in enumerate(priced):
+                if i not in chosen and price.total_s < dearest:
+                    priced[i] = self._pricer.judged(facts, places[i], price, out_tokens), cached
 
     def _places(self, facts: RequestFacts, available: Collection[str] | None) -> list[Place]:
         places = self.fleet.holders(facts.model, (Role.BOTH, Role.DECODE))
@@ -316,6 +369,7 @@ class Planner:
             return
         kind = outcome.kind
         if kind is OutcomeKind.FIRST_TOKEN:
+            self._learner.first_token(flight.facts, flight.plan, flight.trace, flight.decode.worker, now_s)
             flight.decode.booking.first_token(now_s)
             if flight.pair is not None:
                 self.pairs.worked(flight.pair)
@@ -323,9 +377,13 @@ class Planner:
             self._confirm(flight.decode, flight.planned_s)
         elif kind is OutcomeKind.TOKEN:
             flight.decode.booking.grow(outcome.n_tokens)
+            load = flight.decode.booking.load
+            self._learner.tokens(flight.trace, flight.decode.worker, load, outcome.n_tokens, now_s)
         elif kind is OutcomeKind.CACHED_TOKENS:
             self._correct(flight, outcome.n_tokens)
         elif kind is OutcomeKind.PREFILL_DONE:
+            if flight.prefill is not None:
+                self._learner.prefill_done(flight.facts, flight.plan, flight.trace, flight.prefill.worker, now_s)
             self._leave_prefill(flight, now_s, prefilled=True)
         elif kind is OutcomeKind.PAIR_FAILED:
             if flight.pair is not None:
@@ -333,6 +391,8 @@ class Planner:
                 flight.pair = None
         elif kind in (OutcomeKind.END, OutcomeKind.ERROR, OutcomeKind.CANCELLED):
             del self._flights[request_id]
+            if kind is OutcomeKind.END:
+                self._learner.ended(flight.facts, flight.trace)
             self._leave_prefill(flight, now_s, prefilled=False)
             self._end_pair(flight)
             decode = flight.decode
@@ -405,6 +465,13 @@ def _candidate(place: Place, priced: tuple[Price, int], held: Mapping[Holder, Ma
         disk_tokens=match.disk_tokens,
         approximate=match.approximate,
         price=price,
+    )
+
+
+def _merged(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> list[Candidate]:
+    """Both kinds, the cheapest first."""
+    return sorted(
+        [*candidates, *(choice.candidate for choice in choices)], key=lambda candidate: candidate.price.total_s
     )
 
 

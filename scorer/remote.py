@@ -1,7 +1,8 @@
-"""Whether a prefill worker computes the prompt for the decode worker that was chosen, and which one.
+"""Whether a prefill worker computes the prompt for a decode worker, and which one.
 
-Decode first, as llm-d does: where the answer runs is settled, and its own local price is what the prefill workers are
-compared with.
+By a rule: decode first, as llm-d does; where the answer runs is settled, and the rule looks at that worker alone. By
+cost: the best decode workers and the best prefill workers are paired, and each pair has a price beside those of the
+decode workers by themselves.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from indexer import Holder, Match
 from scorer.disaggregation import PdPolicy
 from scorer.fleet import Fleet, Worker
 from scorer.pairs import Pairs
-from scorer.pricing import Place, Pricer
-from scorer.types import Candidate, PdReason, RequestFacts, Role, TokenSource
+from scorer.pricing import Place, Pricer, prompts_waiting
+from scorer.types import Candidate, PdReason, Price, RequestFacts, Role, TokenSource
 
 NEAR = 1.1
 """Prefill workers within a tenth of the best price are as good: among many deciders that see the same figures, all
 would else take the same one.
 """
+BEST = 4
+"""So many prefill workers, and so many decode workers, are paired."""
 _NOTHING = Match()
 
 
@@ -29,6 +32,7 @@ class Choice(msgspec.Struct, frozen=True):
     """One prefill worker's rank, with the price of the whole way."""
 
     candidate: Candidate
+    decode: Place
     place: Place
     comp_s: float
     """Its computing, as it is booked there."""
@@ -59,12 +63,32 @@ class Remote:
             return kept, []
         if not facts.prefill_hint and not self.policy.rule(facts.prompt_tokens, local.cached_tokens):
             return self.policy.reason, []
-        choices, nobody = self._choices(facts, local, decode, held, available, now_s)
+        choices, nobody = self._choices(facts, [(local, decode)], held, available, now_s)
         if nobody is not None:
             return nobody, []
         if facts.prefill_hint:
             return PdReason.HINT, _preferred(choices, facts.prefill_hint)
         return self.policy.reason, _cheapest(choices, rng)
+
+    def by_cost(
+        self,
+        facts: RequestFacts,
+        locals_: Sequence[tuple[Candidate, Place]],
+        held: Mapping[Holder, Match],
+        available: Collection[str] | None,
+        now_s: float,
+        out_tokens: float,
+    ) -> tuple[PdReason, list[Choice]]:
+        """Pairs of the given decode workers and the best prefill workers, the cheapest first; or why there are none.
+        `PdReason.COST`: the prices decide.
+        """
+        kept = self._kept_local(facts, locals_[0][1][0])
+        if kept is not None:
+            return kept, []
+        choices, nobody = self._choices(facts, locals_, held, available, now_s, out_tokens)
+        if nobody is not None:
+            return nobody, []
+        return PdReason.COST, sorted(choices, key=lambda choice: choice.candidate.price.total_s)
 
     def _kept_local(self, facts: RequestFacts, decode: Worker) -> PdReason | None:
         if facts.keep_local is not None:
@@ -83,22 +107,31 @@ class Remote:
     def _choices(
         self,
         facts: RequestFacts,
-        local: Candidate,
-        decode: Place,
+        locals_: Sequence[tuple[Candidate, Place]],
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
+        out_tokens: float | None = None,
     ) -> tuple[list[Choice], PdReason | None]:
-        """The prefill workers there are, or why there is none."""
+        """The pairs there are, or why there is none. `out_tokens` None: by a rule, all prefill workers are wanted."""
+        places = self._places(facts, available)
+        waiting = prompts_waiting(places)
+        priced = [
+            (place, *self._pricer.local(facts, place, held.get(place[1], _NOTHING), now_s, waiting=waiting))
+            for place in places
+        ]
+        if out_tokens is not None:
+            priced = sorted(priced, key=lambda each: each[1].total_s)[:BEST]
         out: list[Choice] = []
         why = PdReason.NO_PREFILL_WORKER
-        for place in self._places(facts, available):
-            names = (place[0].name, decode[0].name)
-            if self.pairs.allows(names, now_s):
-                out.append(self._choice(facts, local, decode, place, held.get(place[1], _NOTHING), now_s))
-            elif why is not PdReason.PAIR_BROKEN:
-                broken = self.pairs.incompatible(names) is None
-                why = PdReason.PAIR_BROKEN if broken else PdReason.PAIR_INCOMPATIBLE
+        for place, price, cached in priced:
+            for local, decode in locals_:
+                names = (place[0].name, decode[0].name)
+                if self.pairs.allows(names, now_s):
+                    out.append(self._choice(facts, local, decode, place, price, cached, out_tokens))
+                elif why is not PdReason.PAIR_BROKEN:
+                    broken = self.pairs.incompatible(names) is None
+                    why = PdReason.PAIR_BROKEN if broken else PdReason.PAIR_INCOMPATIBLE
         return out, None if out else why
 
     def _places(self, facts: RequestFacts, available: Collection[str] | None) -> list[Place]:
@@ -119,16 +152,20 @@ class Remote:
         ]
 
     def _choice(
-        self, facts: RequestFacts, local: Candidate, decode: Place, place: Place, match: Match, now_s: float
+        self,
+        facts: RequestFacts,
+        local: Candidate,
+        decode: Place,
+        place: Place,
+        at_prefill: Price,
+        cached_tokens: int,
+        out_tokens: float | None,
     ) -> Choice:
-        price, cached = self._pricer.local(facts, place, match, now_s)
-        candidate = msgspec.structs.replace(
-            local,
-            prefill=place[1],
-            prefill_cached_tokens=cached,
-            price=self._pricer.remote(facts, decode, local.price, price, local.cached_tokens),
-        )
-        return Choice(candidate, place, price.comp_s)
+        price = self._pricer.remote(facts, decode, place[0].name, local.price, at_prefill, local.cached_tokens)
+        if out_tokens is not None:
+            price = self._pricer.judged(facts, decode, price, out_tokens)
+        candidate = msgspec.structs.replace(local, prefill=place[1], prefill_cached_tokens=cached_tokens, price=price)
+        return Choice(candidate, decode, place, at_prefill.comp_s)
 
 
 def _preferred(choices: list[Choice], names: Sequence[str]) -> list[Choice]:
@@ -137,6 +174,13 @@ def _preferred(choices: list[Choice], names: Sequence[str]) -> list[Choice]:
 
 def _cheapest(choices: list[Choice], rng: random.Random) -> list[Choice]:
     choices = sorted(choices, key=lambda choice: choice.candidate.price.total_s)
-    near = sum(choice.candidate.price.total_s <= NEAR * choices[0].candidate.price.total_s for choice in choices)
+    best_s = _prompt_s(choices[0])
+    near = sum(_prompt_s(choice) <= NEAR * best_s for choice in choices)
     first = rng.randrange(near)
     return [choices[first], *choices[:first], *choices[first + 1 :]]
+
+
+def _prompt_s(choice: Choice) -> float:
+    """The price without the answer, which is the same whoever computes the prompt."""
+    price = choice.candidate.price
+    return price.total_s - price.decode_s

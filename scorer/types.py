@@ -52,6 +52,7 @@ class PdReason(Enum):
     STORED_RESPONSE = "stored_response"
     WOULD_BE_REJECTED = "would_be_rejected"
     # Local or remote, because a rule says so.
+    COST = "cost"
     POLICY = "policy"
     THRESHOLD = "threshold"
     HINT = "hint"

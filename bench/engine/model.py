@@ -15,19 +15,10 @@ import math
 from collections import deque
 from collections.abc import Iterator
 
-import xxhash
-
-from bench.engine.events import (
-    FULL_ATTENTION,
-    MEDIUM_GPU,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Event,
-    ExtraKeys,
-)
+from bench.engine.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, Event
 from bench.engine.pool import BlockPool
 from bench.engine.request import (
+    ID_TABLE,
     Admitted,
     EngineConfig,
     EngineStats,
@@ -36,9 +27,10 @@ from bench.engine.request import (
     Request,
     StepResult,
     Token,
-    mix64,
+    Work,
+    id_table,
 )
-from bench.engine.sequence import Sequence
+from bench.engine.sequence import Sequence, root_hash, stored
 
 
 class Engine:
@@ -57,8 +49,9 @@ class Engine:
         self._unsent: list[Event] = []  # e.g. a reset of an idle engine: leaves with the next step
         self._arrivals = 0
         self._stuck = False  # the last step could schedule nothing; only an outside change can help
-        self._first_id, last_id = config.generated_ids
-        self._num_ids = last_id - self._first_id
+        self._ended = False  # there are ended ones among the running
+        self._blocked = False  # who waits first finds no room, and will not before somebody gives some back
+        self._ids = id_table(config.generated_ids)
         self._prefix_queries = self._prefix_hits = self._external_queries = self._external_hits = 0
         self._prompt_tokens = self._cached_prompt_tokens = self._pulled_tokens = 0
         self._computed_prompt_tokens = self._generated_tokens = 0
@@ -77,7 +70,7 @@ class Engine:
             raise ValueError(f"remote_tokens {request.remote_tokens} outside of the prompt's {prompt_len}")
         if request.request_id in self._live or request.request_id in self._held:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        seq = Sequence(request, now_s, self._root_hash(request))
+        seq = Sequence(request, now_s, root_hash(request, self.config.seed))
         self._live[request.request_id] = seq
         self._arrivals += 1
         ready_s = now_s + self.config.timing.front_s(prompt_len)
@@ -108,7 +101,7 @@ class Engine:
         if blocks is None:
             return False
         self.pool.free(blocks)
-        self._stuck = False
+        self._stuck = self._blocked = False
         return True
 
     def held_blocks(self, request_id: str) -> list[int]:
@@ -135,7 +128,7 @@ class Engine:
         else:
             self._free(seq)
             self._waiting.appendleft(seq)
-        self._stuck = False
+        self._stuck = self._blocked = False
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; refused (False) while any block is in use. Announced with the next step."""
@@ -203,7 +196,7 @@ class Engine:
 
     def block_hashes(self, request: Request) -> list[int]:
         """The hashes this engine gives the full blocks of the request's prompt."""
-        seq = Sequence(request, 0.0, self._root_hash(request))
+        seq = Sequence(request, 0.0, root_hash(request, self.config.seed))
         seq.hash_full_blocks(self.config.block_size)
         return seq.hashes
 
@@ -232,6 +225,7 @@ class Engine:
     def _schedule_waiting(
         self, now_s: float, budget: int, out: StepResult, scheduled: list[tuple[Sequence, int]]
     ) -> None:
+        self._blocked = len(self._running) >= self.config.max_num_seqs
         while budget > 0 and len(self._running) < self.config.max_num_seqs:
             queue = self._pulled or self._waiting
             if not queue:
@@ -240,6 +234,7 @@ class Engine:
             if queue is self._waiting:
                 hits = self._hits(seq)
                 if not self._fits(seq, hits, budget):
+                    self._blocked = True
                     return
                 self._admit(seq, hits, now_s, out)
                 if seq.remote > seq.num_computed:
@@ -275,7 +270,7 @@ class Engine:
         seq.num_cached = len(hits)
         seq.num_computed = len(hits) * self.config.block_size
         if request.report_full and hits:
-            out.events.append(self._stored(seq, 0, len(hits)))
+            out.events.append(stored(seq, 0, len(hits), self.config.block_size))
         seq.garbage = self.pool.garbage(hits)
         remote = max(0, seq.remote - seq.num_computed)
         if not seq.counted and not remote:
@@ -331,7 +326,7 @@ class Engine:
         if seq.garbage:
             self.pool.spoil(seq.blocks[first:last], seq.garbage)
         seq.num_cached = last
-        events.append(self._stored(seq, first, last))
+        events.append(stored(seq, first, last, self.config.block_size))
 
     def _preempt(self, seq: Sequence, out: StepResult) -> None:
         self._free(seq)
@@ -343,14 +338,22 @@ class Engine:
         self.pool.free(seq.blocks)
         seq.blocks = []
         seq.num_computed = seq.num_cached = 0
-        self._stuck = False
+        self._stuck = self._blocked = False
 
     # --- forward pass -----------------------------------------------------------------------------------------------
 
     def _forward(self, out: StepResult, scheduled: list[tuple[Sequence, int]]) -> None:
+        work = self._compute(out, scheduled)
+        self._drop_ended()
+        out.decode_seqs, out.prefill_tokens = work.decode_seqs, work.prefill_tokens
+        out.dt_s = self._time(work)
+
+    def _time(self, work: Work) -> float:
+        return self.config.timing.step_s(*work)
+
+    def _compute(self, out: StepResult, scheduled: list[tuple[Sequence, int]]) -> Work:
         decode_seqs = kv_tokens = prefill_tokens = 0
         pairs = 0.0
-        ended = False
         for seq, count in scheduled:
             done = seq.num_computed + count
             if count == 1:  # also a prompt's last token: it runs in the decode graph
@@ -363,57 +366,40 @@ class Engine:
                 self._computed_prompt_tokens += min(done, seq.prompt_len) - seq.num_computed
             seq.num_computed = done
             if done == seq.prompt_len + len(seq.output):
-                ended = self._sample(seq, out) or ended
-        if ended:
-            self._running = [seq for seq in self._running if seq.request.request_id in self._live]
-        out.decode_seqs, out.prefill_tokens = decode_seqs, prefill_tokens
-        out.dt_s = self.config.timing.step_s(decode_seqs, kv_tokens, prefill_tokens, pairs)
+                self._sample(seq, out)
+        return Work(decode_seqs, kv_tokens, prefill_tokens, pairs)
 
-    def _sample(self, seq: Sequence, out: StepResult) -> bool:
+    def _sample(self, seq: Sequence, out: StepResult) -> None:
         request = seq.request
         index = len(seq.output)
-        token_id = self._first_id + mix64((seq.draw ^ seq.garbage) + index) % self._num_ids
+        token_id = self._ids[((seq.draw ^ seq.garbage) + index) % ID_TABLE]
         seq.output.append(token_id)
         self._generated_tokens += 1
-        reason: FinishReason | None = None
-        if token_id in request.stop_token_ids or index + 1 == request.stop_after:
-            reason = "stop"
-        elif index + 1 >= request.max_tokens or seq.num_tokens >= self.config.max_model_len:
-            reason = "length"
+        reason: FinishReason | None = "stop" if token_id in request.stop_token_ids else self._reason(seq)
         out.tokens.append(Token(request.request_id, index, token_id, reason))
-        if reason is None:
-            return False
-        del self._live[request.request_id]
-        if request.hold_blocks:
-            self._held[request.request_id] = seq.blocks
+        if reason is not None:
+            self._end(seq)
+
+    def _reason(self, seq: Sequence) -> FinishReason | None:
+        """Why its answer ends with the number of tokens it has now."""
+        request, done = seq.request, len(seq.output)
+        if done == request.stop_after:
+            return "stop"
+        if done >= request.max_tokens or seq.prompt_len + done >= self.config.max_model_len:
+            return "length"
+        return None
+
+    def _end(self, seq: Sequence) -> None:
+        request_id = seq.request.request_id
+        del self._live[request_id]
+        self._ended = True
+        if seq.request.hold_blocks:
+            self._held[request_id] = seq.blocks
         else:
             self._free(seq)
-        return True
 
-    # --- events -----------------------------------------------------------------------------------------------------
-
-    def _root_hash(self, request: Request) -> int:
-        namespace = f"{request.lora_name!r}\0{request.cache_salt!r}"
-        return xxhash.xxh3_64_intdigest(namespace.encode(), seed=mix64(self.config.seed))
-
-    def _stored(self, seq: Sequence, first: int, last: int) -> BlockStored:
-        request = seq.request
-        size = self.config.block_size
-        extra_keys: ExtraKeys = [
-            [request.lora_name] if request.lora_name is not None else None for _ in range(first, last)
-        ]
-        if first == 0 and request.cache_salt is not None:
-            extra_keys[0] = [*(extra_keys[0] or ()), request.cache_salt]
-        return BlockStored(
-            block_hashes=list(seq.hashes[first:last]),
-            parent_block_hash=seq.hashes[first - 1] if first else None,
-            token_ids=seq.tokens(first * size, last * size),
-            block_size=size,
-            lora_id=request.lora_id,
-            medium=MEDIUM_GPU,
-            lora_name=request.lora_name,
-            extra_keys=extra_keys,
-            group_idx=0,
-            kv_cache_spec_kind=FULL_ATTENTION,
-            session_id=request.session_id,
-        )
+    def _drop_ended(self) -> None:
+        if not self._ended:
+            return
+        self._ended = self._blocked = False
+        self._running = [seq for seq in self._running if seq.request.request_id in self._live]

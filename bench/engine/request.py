@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final, Literal, NamedTuple
 
 from bench.engine.events import Event
@@ -9,6 +10,7 @@ from bench.engine.timing import PRESETS, Timing
 
 FinishReason = Literal["stop", "length"]
 
+ID_TABLE: Final = 1 << 15
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 0xFFFFFFFFFFFFFFFF
 
@@ -19,6 +21,23 @@ def mix64(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+@cache
+def id_table(ids: tuple[int, int]) -> list[int]:
+    """Ids drawn from [ids[0], ids[1]). What a request generates is a stretch of it that begins anywhere."""
+    first, last = ids
+    return [first + mix64(index) % (last - first) for index in range(ID_TABLE)]
+
+
+def generated_ids(draw: int, start: int, n: int, ids: tuple[int, int]) -> list[int]:
+    """Ids start..start+n-1 of what is generated from `draw` (of a request's seed: `mix64(seed)`)."""
+    table = id_table(ids)
+    at = (draw + start) % ID_TABLE
+    found = table[at : at + n]
+    while len(found) < n:
+        found += table[: n - len(found)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +75,9 @@ class EngineConfig:
 class Request:
     """One sequence. `seed` alone decides its generated ids, so equal seeds mean equal answers on any engine.
 
+    `prompt_token_ids` is a list or, cheaper for long prompts, an array("I"); the two are hashed differently, so one
+    engine should be given one kind.
+
     `stop_after` is the number of generated tokens after which the model itself stops (finish reason "stop").
     `remote_tokens` leading tokens are held by another engine and are pulled instead of computed (NIXL decode side);
     `hold_blocks` keeps the blocks after the end until `Engine.release` (NIXL prefill side).
@@ -74,6 +96,15 @@ class Request:
     report_full: bool = False
     remote_tokens: int = 0
     hold_blocks: bool = False
+
+
+class Work(NamedTuple):
+    """What a step has to do, in the order of `Timing.step_s`."""
+
+    decode_seqs: int
+    kv_tokens: int
+    prefill_tokens: int
+    prefill_pairs: float
 
 
 class Token(NamedTuple):

@@ -25,14 +25,18 @@ class Timing:
     front_base_s: float = 0.0
     front_per_token_s: float = 0.0
 
-    def step_s(self, decode_seqs: int, kv_tokens: int, prefill_tokens: int, prefill_pairs: float) -> float:
-        busy_s = (
+    def busy_s(self, decode_seqs: int, kv_tokens: float, prefill_tokens: int, prefill_pairs: float) -> float:
+        """The part that is the GPU's own."""
+        return (
             self.step_base_s
             + self.step_per_seq_s * decode_seqs
             + self.step_per_kv_token_s * kv_tokens
             + self.prefill_per_token_s * prefill_tokens
             + self.prefill_per_pair_s * prefill_pairs
         )
+
+    def step_s(self, decode_seqs: int, kv_tokens: float, prefill_tokens: int, prefill_pairs: float) -> float:
+        busy_s = self.busy_s(decode_seqs, kv_tokens, prefill_tokens, prefill_pairs)
         return max(busy_s, self.prefill_floor_s) if prefill_tokens else busy_s
 
     def front_s(self, prompt_tokens: int) -> float:

@@ -72,7 +72,8 @@ def test_the_remote_price_is_made_of_both_workers_seconds() -> None:
     parts = price.front_s + price.wait_s + price.adm_s + price.load_s
     parts += price.comp_s + price.hop_s + price.pull_s + price.step_s
     assert price.ttft_s == pytest.approx(parts)
-    assert price.total_s == pytest.approx(price.ttft_s + price.harm_s)
+    others = price.harm_s + price.decode_s + price.queue_s + price.displaced_s + price.viol_s
+    assert price.total_s == pytest.approx(price.ttft_s + others)
 
 
 def test_what_the_decode_worker_holds_need_not_be_pulled() -> None:
@@ -417,14 +418,14 @@ def test_prefill_wait_is_the_time_behind_others() -> None:
 
 
 def test_both_workers_are_assumed_to_get_the_blocks() -> None:
-    text = prompt(4000)
+    text = prompt(16_000)
     rig = fleet(D("d1"), D("d2"), P("p1"), P("p2"), pd_policy=REMOTE)
     first = rig.route(text)
     rig.observe(first, OutcomeKind.PREFILL_DONE)
     rig.observe(first, OutcomeKind.FIRST_TOKEN)
     second = rig.route(text)
     assert (second.chosen.decode, second.chosen.prefill) == (first.chosen.decode, first.chosen.prefill)
-    assert (second.chosen.cached_tokens, second.chosen.prefill_cached_tokens) == (3984, 3984)
+    assert (second.chosen.cached_tokens, second.chosen.prefill_cached_tokens) == (15_984, 15_984)
 
 
 def test_a_failed_prefill_worker_is_not_assumed_to_have_them() -> None:

@@ -1,0 +1,74 @@
+"""What was measured on two NVIDIA H200 (vLLM 0.26, NIXL 1.5.1 over NVLink, a Qwen3-shaped dense model of 7.2 B
+parameters in bf16, blocks of 64, chunks of 8192, 128 sequences, 2026-11-29), as the simulator is compared with it. All
+in milliseconds; single runs where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+IDLE_TTFT: Final = {512: (50, 65), 2048: (57, 81), 8192: (233, 275), 32_768: (1338, 1445)}
+"""Prompt tokens -> median TTFT (local on D, remote)."""
+
+SUFFIX_TTFT: Final = {
+    8192: {64: (71, 277, 109), 1024: (74, 335, 141), 4096: (171, 441, 227), 8192: (317, 610, 399)},
+    24_576: {64: (106, 1006, 176), 1024: (119, 1067, 194), 4096: (265, 1222, 358), 8192: (485, 1441, 563)},
+}
+"""Held on D -> new tokens -> median TTFT (local, remote with P cold, remote with P holding the prefix too)."""
+
+STALLS: Final = {
+    (8192, False): (5.8, 182, 254),
+    (8192, True): (5.8, 14.8, 305),
+    (32_768, False): (5.7, 425, 1366),
+    (32_768, True): (5.9, 13.8, 1540),
+}
+"""(long prompt, remote) -> inter-token latency of 16 streams (p50, p99) and the long prompt's own TTFT."""
+
+CHUNKS: Final = {
+    (8192, 8192): (5.7, 178, 262),
+    (4096, 8192): (5.8, 106, 259),
+    (2048, 8192): (5.8, 55, 271),
+    (1024, 8192): (5.8, 44, 319),
+    (8192, 32_768): (5.7, 426, 1377),
+    (4096, 32_768): (5.8, 218, 1389),
+    (2048, 32_768): (6.5, 114, 1445),
+    (1024, 32_768): (38.7, 102, 1580),
+}
+"""(max_num_batched_tokens, long prompt computed locally) -> (p50, p99) of 16 streams, its own TTFT."""
+
+STEPS: Final = {
+    (1, 512): 5.1, (4, 512): 5.2, (16, 512): 5.5, (32, 512): 6.0, (64, 512): 7.0, (128, 512): 9.2,
+    (1, 8192): 5.3, (4, 8192): 6.2, (8, 8192): 7.5, (16, 8192): 9.5, (32, 8192): 14.1,
+    (64, 2048): 10.3, (64, 4096): 14.6, (1, 32_768): 6.2, (4, 32_768): 9.4, (8, 32_768): 13.9,
+}  # fmt: skip
+"""(streams, context of each) -> p50 of the inter-token latency."""
+
+PREFILL_QUEUE: Final = {
+    1: (243,),
+    2: (243, 454),
+    4: (244, 456, 670, 895),
+    8: (247, 466, 680, 901, 1132, 1344, 1551, 1766),
+}
+"""Remote prompts of 8,192 at once -> the prefill stages in order."""
+
+PULL_QUEUE: Final = {1: 52, 2: 93, 4: 130, 8: 194}
+"""Decode legs of 8,192 at once (prompts ready on P), aged cache -> the longest leg; the middle where a range was seen.
+"""
+
+AGED_TTFT: Final = {2048: (97, 34), 8192: (299, 56), 32_768: (1536, 169)}
+"""Prompt tokens -> remote (TTFT, decode leg) with caches that have been in use."""
+
+MIXED: Final = {
+    (3, "agg"): (56, 268, 5.5, 48, 9.9, 1.0),
+    (3, "disagg"): (103, 467, 5.5, 19, 6.7, 68 / 69),
+    (3, "cond"): (62, 469, 5.5, 29, 6.9, 1.0),
+    (6, "agg"): (62, 280, 5.6, 56, 12.7, 1.0),
+    (6, "disagg"): (143, 364, 5.7, 20, 6.4, 1.0),
+    (6, "cond"): (59, 371, 5.9, 43, 8.5, 1.0),
+    (9, "agg"): (56, 315, 6.6, 182, 20.7, 160 / 177),
+    (9, "disagg"): (708, 1157, 6.5, 24, 7.5, 94 / 177),
+    (9, "cond"): (60, 907, 6.7, 44, 10.2, 151 / 177),
+}
+"""(requests a second, policy) -> TTFT p50 of short and of long prompts, ITL p50 and p99, TPOT p95, share that met 1 s
+and 20 ms; 1P1D, one run of about 20 s each.
+"""

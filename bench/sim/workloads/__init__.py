@@ -1,0 +1,1 @@
+"""Loads: replayed traces, published benchmarks, generated mixes."""

@@ -1,0 +1,156 @@
+"""Learning what the constants do not know: factors on predicted seconds, from what was observed.
+
+A factor is the mean of log(observed / predicted by the prior), forgetting slowly, so that a new engine or a slower card
+is followed within some dozen requests. It stays within 1/4 to 4 times the prior. It is used after `MIN_SAMPLES`, and
+only while it predicts held samples (each fourth, which is not learned from) better than the prior does: a fit that is
+broken is no worse than none. A worker without enough samples of its own uses the fleet's factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+MIN_SAMPLES = 30
+BOUND = 4.0
+_HELD_EVERY = 4
+_FORGET = 0.05
+"""Weight of a new sample once there are 1 / 0.05 = 20: about the last 40 count."""
+_LOG_BOUND = math.log(BOUND)
+
+
+class Part(Enum):
+    """What a factor is for. FLOOR: prefills that the floor of a step bounds; WORK: those their tokens do. STEP: decode
+    steps. PULL: transfers, of a pair. OUTPUT: how long answers are, of a model.
+    """
+
+    FLOOR = "floor"
+    WORK = "work"
+    STEP = "step"
+    PULL = "pull"
+    OUTPUT = "output"
+
+
+class Factor:
+    """One factor and how well it does. `spread` is the mean absolute log error of what is used."""
+
+    __slots__ = ("_error", "_prior_error", "log", "n_held", "n_samples")
+
+    def __init__(self) -> None:
+        self.log = 0.0
+        self.n_samples = 0
+        self.n_held = 0
+        self._error = 0.0
+        self._prior_error = 0.0
+
+    def add(self, predicted: float, observed: float) -> None:
+        """One observation of what the prior predicts as `predicted`; both above 0, or it is left out."""
+        if not (predicted > 0 and observed > 0 and math.isfinite(predicted) and math.isfinite(observed)):
+            return
+        ratio = min(_LOG_BOUND, max(-_LOG_BOUND, math.log(observed / predicted)))
+        self.n_samples += 1
+        if self.n_samples % _HELD_EVERY == 0:
+            self.n_held += 1
+            weight = max(_FORGET, 1 / self.n_held)
+            self._error += weight * (abs(ratio - self.log) - self._error)
+            self._prior_error += weight * (abs(ratio) - self._prior_error)
+        else:
+            learned = self.n_samples - self.n_samples // _HELD_EVERY
+            self.log += max(_FORGET, 1 / learned) * (ratio - self.log)
+
+    @property
+    def is_used(self) -> bool:
+        return self.n_samples >= MIN_SAMPLES and self._error < self._prior_error
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.log) if self.is_used else 1.0
+
+    @property
+    def spread(self) -> float | None:
+        """None before anything was held against it."""
+        if not self.n_held:
+            return None
+        return self._error if self.is_used else self._prior_error
+
+    def state(self) -> list[float]:
+        return [self.log, self.n_samples, self.n_held, self._error, self._prior_error]
+
+    @classmethod
+    def of_state(cls, state: Iterable[Any]) -> Factor:
+        """Raises ValueError for what `state` never gave."""
+        try:
+            log, n_samples, n_held, error, prior_error = map(float, state)
+        except (TypeError, ValueError):
+            raise ValueError("not the state of a factor") from None
+        fits = abs(log) <= _LOG_BOUND and 0 <= n_held <= n_samples and error >= 0 and prior_error >= 0
+        if not fits or not math.isfinite(n_samples + error + prior_error):
+            raise ValueError("not the state of a factor")
+        factor = cls()
+        factor.log, factor.n_samples, factor.n_held = log, int(n_samples), int(n_held)
+        factor._error, factor._prior_error = error, prior_error
+        return factor
+
+
+_FLEET = ""
+
+
+class Calibration:
+    """Factors by part and subject: a worker, a pair ("prefill>decode") or a model, and the fleet as a whole."""
+
+    def __init__(self) -> None:
+        self._factors: dict[tuple[Part, str], Factor] = {}
+
+    def add(self, part: Part, subject: str, predicted: float, observed: float) -> None:
+        for name in (subject, _FLEET):
+            factor = self._factors.get((part, name))
+            if factor is None:
+                factor = self._factors[part, name] = Factor()
+            factor.add(predicted, observed)
+
+    def value(self, part: Part, subject: str) -> float:
+        own = self._factors.get((part, subject))
+        if own is not None and own.n_samples >= MIN_SAMPLES:
+            return own.value
+        fleet = self._factors.get((part, _FLEET))
+        return 1.0 if fleet is None else fleet.value
+
+    def spread(self, part: Part, subject: str, default: float) -> float:
+        """Mean absolute log error of the predictions."""
+        for name in (subject, _FLEET):
+            factor = self._factors.get((part, name))
+            if factor is not None and factor.n_samples >= MIN_SAMPLES and factor.spread is not None:
+                return factor.spread
+        return default
+
+    def forget(self, subject: str) -> None:
+        """The worker is gone; so are the pairs it was in."""
+        for part, name in list(self._factors):
+            if name == subject or subject in name.split(">"):
+                del self._factors[part, name]
+
+    def state(self) -> dict[str, dict[str, list[float]]]:
+        """JSON-ready, for `load`."""
+        out: dict[str, dict[str, list[float]]] = {}
+        for (part, name), factor in self._factors.items():
+            out.setdefault(part.value, {})[name] = factor.state()
+        return out
+
+    def load(self, state: Mapping[str, Mapping[str, Iterable[Any]]]) -> int:
+        """Take over what was saved; returns how many entries could not be read and were left out."""
+        bad = 0
+        for part_name, factors in state.items():
+            try:
+                part = Part(part_name)
+                items = list(factors.items())
+            except (ValueError, AttributeError):
+                bad += 1
+                continue
+            for name, saved in items:
+                try:
+                    self._factors[part, str(name)] = Factor.of_state(saved)
+                except (ValueError, TypeError):
+                    bad += 1
+        return bad
