@@ -183,7 +183,7 @@ def appends() -> Cell:
 
 AZURE_SLO: Final = (0.5, 0.020)
 """Balanced: splitting alone misses the first, not splitting the second."""
-AZURE_SECONDS: Final = 60.0
+AZURE_SECONDS: Final = 40.0
 
 
 def azure(traces: Traces, prefill: int, decode: int, rate: float) -> Cell:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from bench.sim.workloads.generated import CHAT, CODE
 OURS = "warmroute"
 ATTAINED = 0.9
 """Goodput is the highest rate at which so many requests meet their objectives."""
-FINE = 1.04
+FINE = 1.05
 """A rate is searched to within so much."""
 
 
@@ -91,7 +92,8 @@ def local_or_remote(sweep: Sweep, traces: Traces) -> Iterator[Target]:
     unbeaten = sorted({arm for cell in cells for arm in sweep.rivals(cell)} - set(won))
     yield at_most("3 better than each somewhere", 0, len(unbeaten), "arms never beaten", ", ".join(unbeaten) or "none")
     for rate, goal in ((9, 0.96), (11, 0.88)):
-        cell = grid.mixed(rate)
+        # Seeds differ by 0.2 here: three of them say nothing of a goal like this.
+        cell = replace(grid.mixed(rate), seeds=grid.mixed(rate).all_seeds)
         met = sweep.figure(cell, OURS, "slo_share")
         seeds = len(sweep.runs(cell, OURS))
         yield at_least(f"3 {cell.name}, SLO", goal, met, "SLO attainment", f"{seeds} seeds")

@@ -8,6 +8,7 @@ from collections import OrderedDict
 _MOST_RETIRED = 4096
 _MOST_USED = 65_536
 _MOST_OWNED = 16_384
+_TELLING = 16
 
 
 class EngineIds:
@@ -25,8 +26,8 @@ class EngineIds:
         self._retired: OrderedDict[str, float] = OrderedDict()
         """And when."""
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._echoing: set[str] = set()
-        """Workers whose engines put our request ids into theirs."""
+        self._echoing: set[tuple[str, str]] = set()
+        """Workers whose engines put our request ids into theirs, by API."""
 
     def accept(
         self,
@@ -36,12 +37,10 @@ class EngineIds:
         now_s: float,
         *,
         address: tuple[str, str] = ("", ""),
-        asked_as: str | None = None,
     ) -> str | None:
         """None, or why `worker` cannot have this id, or this prefill cannot be fetched (again).
 
-        `address` is the side channel's: one engine may be known by two names. `asked_as` is the request id we sent; an
-        engine that has ever put one into `request_id` always does, and an answer without it is to another request.
+        `address` is the side channel's: one engine may be known by two names.
         """
         if now_s < self._retired.get(engine_id, -math.inf) + self._lease_s:
             return "the engine id is that of an earlier process"
@@ -51,11 +50,6 @@ class EngineIds:
         self._ids.setdefault(worker, {}).setdefault(engine_id, now_s)
         if len(self._owners) > _MOST_OWNED:
             self._disown(self._owners.popitem(last=False)[0])
-        if asked_as is not None:
-            if asked_as in request_id:
-                self._echoing.add(worker)
-            elif worker in self._echoing:
-                return "it is the answer to another request"
         if (engine_id, request_id) in self._used:
             return "these params have been used"  # A cache between us and the worker, say.
         self._used[engine_id, request_id] = None
@@ -63,9 +57,21 @@ class EngineIds:
             self._used.popitem(last=False)
         return None
 
+    def is_answer(self, worker: str, kind: str, asked_as: str, request_id: str) -> bool:
+        """Whether `request_id`, the engine's own, can be that of the request we sent as `asked_as` to the API `kind`.
+
+        An engine that has ever put ours into its own there always does. That is learned from long ids only: a short one
+        may stand in any.
+        """
+        if asked_as in request_id:
+            if len(asked_as) >= _TELLING:
+                self._echoing.add((worker, kind))
+            return True
+        return (worker, kind) not in self._echoing
+
     def forget(self, worker: str) -> None:
         """The worker is known no more. Its engine may live on, and come back under this name or another."""
-        self._echoing.discard(worker)
+        self._echoing = {(name, kind) for name, kind in self._echoing if name != worker}
         for engine_id in self._ids.pop(worker, {}):
             if self._owners.get(engine_id, ("",))[0] == worker:
                 del self._owners[engine_id]

@@ -11,10 +11,9 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from gateway.handoff.answer import BadAnswer, BadParams, PrefillAnswer, read_answer
 from gateway.handoff.bodies import Body
@@ -28,8 +27,12 @@ from gateway.proxy.headers import LEG_HEADER, RANK_HEADER
 from scorer.types import Outcome, OutcomeKind, PdReason, RequestFacts, TokenSource
 
 _log = logging.getLogger(__name__)
-_ECHOING = frozenset({"chat", "completions", "messages"})
-"""APIs whose engine-side request ids contain the X-Request-Id (vLLM 0.32; /v1/responses makes up its own)."""
+_ECHOING = frozenset({"chat", "completions", "messages", "responses"})
+"""APIs whose engine-side request ids contain ours (vLLM 0.32)."""
+_ID_IN_BODY = frozenset({"responses"})
+"""Of those, who take it from the body and not from X-Request-Id."""
+_BY_ID_ALONE = frozenset({"messages", "responses"})
+"""APIs whose answers may come without the prompt's ids: only the request's id tells then whose they are."""
 _LOOK_S = 0.5
 _LINGER_S = 0.5
 """When a client leaves during its prefill, so long is still waited for the answer: closing a connection stops an
@@ -96,7 +99,7 @@ class Handoff:
         shared.metrics.handoff(*names, failure.why.value)
         shared.metrics.stage(remote=True, stage="prefill", outcome=failure.why.value)
         _log.log(
-            logging.DEBUG if failure.everywhere else logging.WARNING,
+            logging.DEBUG if failure.why is PdReason.NO_PARAMS and failure.everywhere else logging.WARNING,
             "prefill on %s for %s: %s (%s)",
             *names,
             failure.why.value,
@@ -156,7 +159,10 @@ class Handoff:
             headers.popall(name_here, None)
         if len(worker.loads) > 1:
             headers[RANK_HEADER] = str(rank)
-        body = self._body.prefill(shared.connector.prefill_params(legs))
+        body = self._body.prefill(
+            shared.connector.prefill_params(legs),
+            request_id=legs.request_id if self._kind in _ID_IN_BODY else None,
+        )
         began_s = time.monotonic()
         leg = PrefillLeg(
             shared,
@@ -169,7 +175,7 @@ class Handoff:
         asked = asyncio.get_running_loop().create_task(leg.answer(headers, body))
         try:
             while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
-                if name not in shared.available():
+                if not leg.is_probe and name not in shared.available():
                     asked.cancel()
                     raise LegFailed(PdReason.PREFILL_TIMEOUT, "it has stopped answering anything")
         except asyncio.CancelledError:
@@ -230,7 +236,7 @@ class Handoff:
         held = answer.prompt_tokens or self._flight.facts.prompt_tokens
         try:
             params = shared.connector.decode_params(legs, answer)
-            self._check_origin(legs, answer.params)
+            self._check_origin(legs, answer)
             ids = _ids_for_decode(self._flight.facts, answer)
         except BadParams as exc:
             # No engine may see them, so nobody can give the blocks back before the lease is over.
@@ -246,19 +252,22 @@ class Handoff:
             lease_ends_s=lease_ends_s,
         )
 
-    def _check_origin(self, legs: Legs, params: Mapping[str, Any]) -> None:
+    def _check_origin(self, legs: Legs, answer: PrefillAnswer) -> None:
         """That it is the answer to this very request, from a process that lives. Raises BadParams."""
+        params = answer.params or {}
         engine_id, request_id = (str(params.get(name)) for name in ("remote_engine_id", "remote_request_id"))
-        why = self._shared.engine_ids.accept(
-            legs.prefill_worker,
-            engine_id,
-            request_id,
-            time.monotonic(),
-            address=(str(params.get("remote_host")), str(params.get("remote_port"))),
-            asked_as=legs.request_id if self._kind in _ECHOING else None,
-        )
+        address = str(params.get("remote_host")), str(params.get("remote_port"))
+        ids = self._shared.engine_ids
+        why = ids.accept(legs.prefill_worker, engine_id, request_id, time.monotonic(), address=address)
         if why is not None:
             raise BadParams(why)
+        if self._kind not in _ECHOING:
+            return
+        if not ids.is_answer(legs.prefill_worker, self._kind, legs.request_id, request_id):
+            raise OtherPrompt("it is the answer to another request")
+        our_ids_go = answer.prompt_token_ids is None and self._flight.facts.tokens is not None
+        if self._kind in _BY_ID_ALONE and our_ids_go and legs.request_id not in request_id:
+            raise OtherPrompt("nothing in it says which prompt it has computed")
 
     def _note_cached(self, name: str, answer: PrefillAnswer) -> None:
         if answer.prompt_tokens is not None and answer.cached_tokens is not None:

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from gateway.engine.health import End
+from gateway.engine.health import End, Ticket
 from gateway.handoff.shared import Shared
 from gateway.proxy.headers import RawHeaders, response_headers
 from gateway.proxy.upstream import Upstream
@@ -71,11 +71,17 @@ class PrefillLeg:
         self._sending = sending
         self._quiet_s = quiet_s
         self._prompt_tokens = prompt_tokens
+        self._ticket: Ticket | None = None
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether it shows if the worker is well again: nobody else is sent there meanwhile."""
+        return self._ticket is not None and self._ticket.is_probe
 
     async def answer(self, headers: CIMultiDict[str], body: bytes) -> tuple[float, bytes]:
         """(when it began to answer, the answer). Raises LegFailed or RefusedByPrefill."""
         health = self._shared.health
-        ticket = health.request_started(self._name, time.monotonic(), self._quiet_s)
+        ticket = self._ticket = health.request_started(self._name, time.monotonic(), self._quiet_s)
         end = End.CANCELLED
         try:
             async with asyncio.timeout(self._shared.settings.prefill_timeout_s):

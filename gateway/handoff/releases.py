@@ -17,6 +17,7 @@ from multidict import CIMultiDict
 
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.handoff.stranded import Stranded
+from gateway.proxy.relay import OUTCOME_HEADER
 from gateway.proxy.upstream import Upstream, UpstreamPool
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Releases:
         _log.warning("what was prefilled for %s could not be given back; its lease will end it", decode)
 
     async def _ask(self, upstream: Upstream, headers: CIMultiDict[str], body: bytes) -> bool:
-        """Whether the engine refused, as it must."""
+        """Whether the engine refused, as it must; one behind a face of ours has not had the params."""
         upstream.acquire()
         try:
             async with self._turns, asyncio.timeout(_TIMEOUT_S):
@@ -101,7 +102,7 @@ class Releases:
                     await response.read()
                 finally:
                     response.close()
-                return response.status in (400, 422)
+                return response.status in (400, 422) and OUTCOME_HEADER not in response.headers
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
         finally:
