@@ -8,7 +8,6 @@ from collections import OrderedDict
 _MOST_RETIRED = 4096
 _MOST_USED = 65_536
 _MOST_OWNED = 16_384
-_TELLING = 16
 
 
 class EngineIds:
@@ -26,8 +25,6 @@ class EngineIds:
         self._retired: OrderedDict[str, float] = OrderedDict()
         """And when."""
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._echoing: set[tuple[str, str]] = set()
-        """Workers whose engines put our request ids into theirs, by API."""
 
     def accept(
         self,
@@ -57,21 +54,8 @@ class EngineIds:
             self._used.popitem(last=False)
         return None
 
-    def is_answer(self, worker: str, kind: str, asked_as: str, request_id: str) -> bool:
-        """Whether `request_id`, the engine's own, can be that of the request we sent as `asked_as` to the API `kind`.
-
-        An engine that has ever put ours into its own there always does. That is learned from long ids only: a short one
-        may stand in any.
-        """
-        if asked_as in request_id:
-            if len(asked_as) >= _TELLING:
-                self._echoing.add((worker, kind))
-            return True
-        return (worker, kind) not in self._echoing
-
     def forget(self, worker: str) -> None:
         """The worker is known no more. Its engine may live on, and come back under this name or another."""
-        self._echoing = {(name, kind) for name, kind in self._echoing if name != worker}
         for engine_id in self._ids.pop(worker, {}):
             if self._owners.get(engine_id, ("",))[0] == worker:
                 del self._owners[engine_id]

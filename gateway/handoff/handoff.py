@@ -31,8 +31,6 @@ _ECHOING = frozenset({"chat", "completions", "messages", "responses"})
 """APIs whose engine-side request ids contain ours (vLLM 0.32)."""
 _ID_IN_BODY = frozenset({"responses"})
 """Of those, who take it from the body and not from X-Request-Id."""
-_BY_ID_ALONE = frozenset({"messages", "responses"})
-"""APIs whose answers may come without the prompt's ids: only the request's id tells then whose they are."""
 _LOOK_S = 0.5
 _LINGER_S = 0.5
 """When a client leaves during its prefill, so long is still waited for the answer: closing a connection stops an
@@ -261,13 +259,8 @@ class Handoff:
         why = ids.accept(legs.prefill_worker, engine_id, request_id, time.monotonic(), address=address)
         if why is not None:
             raise BadParams(why)
-        if self._kind not in _ECHOING:
-            return
-        if not ids.is_answer(legs.prefill_worker, self._kind, legs.request_id, request_id):
-            raise OtherPrompt("it is the answer to another request")
-        our_ids_go = answer.prompt_token_ids is None and self._flight.facts.tokens is not None
-        if self._kind in _BY_ID_ALONE and our_ids_go and legs.request_id not in request_id:
-            raise OtherPrompt("nothing in it says which prompt it has computed")
+        if self._kind in _ECHOING and legs.request_id not in request_id and not _same_ids(self._flight.facts, answer):
+            raise OtherPrompt("nothing in it says which prompt it has computed: its request id is not ours")
 
     def _note_cached(self, name: str, answer: PrefillAnswer) -> None:
         if answer.prompt_tokens is not None and answer.cached_tokens is not None:
@@ -290,16 +283,25 @@ class OtherPrompt(BadParams):
     """The prefill worker has computed another prompt than ours: not the pair's fault, but this request's end there."""
 
 
+def _known_ids(facts: RequestFacts) -> bytes | None:
+    return facts.tokens if facts.exact_prefix_tokens is None else None
+
+
+def _same_ids(facts: RequestFacts, answer: PrefillAnswer) -> bool:
+    """Whether both sides have said the prompt's ids, and the same."""
+    known, said = _known_ids(facts), answer.prompt_token_ids
+    return known is not None and said is not None and array("I", said).tobytes() == known
+
+
 def _ids_for_decode(facts: RequestFacts, answer: PrefillAnswer) -> Sequence[int] | bytes | None:
     """The prompt's ids, as both engines are to have them. Raises OtherPrompt when what we know and what the prefill
     worker says differ: its blocks would be taken for those of this prompt.
     """
-    known = facts.tokens if facts.exact_prefix_tokens is None else None
-    said = answer.prompt_token_ids
+    known, said = _known_ids(facts), answer.prompt_token_ids
     if known is None:
         return said
     if answer.prompt_tokens is not None and answer.prompt_tokens != len(known) // 4:
         raise OtherPrompt(f"it has computed {answer.prompt_tokens} tokens of a prompt of {len(known) // 4}")
-    if said is not None and array("I", said).tobytes() != known:
+    if said is not None and not _same_ids(facts, answer):
         raise OtherPrompt("it has computed other tokens than the prompt's")
     return None if facts.token_source is TokenSource.GIVEN else known

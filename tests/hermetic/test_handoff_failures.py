@@ -286,10 +286,10 @@ async def test_params_only_an_engine_can_see_through_fail_there_and_are_made_goo
 
 async def test_an_offer_made_twice_is_used_once() -> None:
     async with (
-        Stub(offers(remote_request_id="cmpl-always-the-same")) as p1,
+        Stub(offers(remote_request_id="cmpl-the-same-0")) as p1,
         decoder() as d1,
         world(REMOTE, p1=p1, d1=d1) as it,
     ):
-        assert (await ask(it.http, it.url, body=COMPLETION)).went == ("remote", "policy")
-        assert (await ask(it.http, it.url, body=COMPLETION)).went == ("local", "bad_params")
+        for went in (("remote", "policy"), ("local", "bad_params")):
+            assert (await ask(it.http, it.url, body=COMPLETION, X_Request_Id="the-same")).went == went
         assert ["kv_transfer_params" in body for body in bodies(d1)] == [True, False]

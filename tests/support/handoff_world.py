@@ -157,7 +157,10 @@ def offers(*, usage: dict[str, Any] | None = None, cached: int | None = 7, **cha
 
     async def script(call: Call) -> None:
         told = usage or usage_of(path_of(call), N_TOKENS, cached)
-        await call.ok(json.dumps({"usage": told, "kv_transfer_params": offered(**changes)}).encode())
+        params = offered(**changes)
+        if "remote_request_id" not in changes:  # Engines put the request's id into their own.
+            params["remote_request_id"] += f"-{call.header('X-Request-Id')}"
+        await call.ok(json.dumps({"usage": told, "kv_transfer_params": params}).encode())
 
     return script
 

@@ -43,16 +43,6 @@ def test_a_worker_that_was_only_forgotten_comes_back_with_its_engine() -> None:
     assert ids.accept("p1", "e1", "r1", 3.0, address=("a", "1")) == "these params have been used"
 
 
-def test_an_answer_to_another_request_is_known_by_its_id() -> None:
-    ids, mine = EngineIds(), "0123456789abcdef0"
-    assert ids.is_answer("silent", "chat", mine, "chatcmpl-x"), "some engines do not tell"
-    assert ids.is_answer("p1", "chat", mine, f"chatcmpl-{mine}-0a")
-    assert not ids.is_answer("p1", "chat", "ours", "chatcmpl-theirs-0b")
-    assert ids.is_answer("p1", "responses", mine, "resp_x"), "each API has its own ways"
-    assert ids.is_answer("p2", "chat", "c", "cmpl-17")
-    assert ids.is_answer("p2", "chat", mine, "mpl-18"), "a short id may stand in any"
-
-
 def test_params_are_used_once() -> None:
     ids = EngineIds()
     assert ids.accept("p1", "e1", "r1", 1.0) is None
