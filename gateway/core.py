@@ -22,6 +22,7 @@ from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
 from gateway.discovery import Discovery
+from gateway.engine.available import Available
 from gateway.engine.capabilities import Capabilities
 from gateway.engine.health import Health, HealthSettings, State
 from gateway.engine.scraper import Scraper, ScrapeSettings
@@ -84,6 +85,7 @@ class Core:
             )
         )
         self.capabilities: dict[str, Capabilities] = {}
+        self.up = Available(self.fleet.workers, self.available)
         self.handoffs = assemble(
             config.pd,
             planner=self.planner,
@@ -91,7 +93,7 @@ class Core:
             health=self.health,
             hits=self.hits,
             registry=self.metrics.registry,
-            available=self.available,
+            available=self.up,
             nixl_of=self._nixl_of,
             rng=self.rng,
         )

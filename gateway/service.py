@@ -66,7 +66,7 @@ class Service:
                 reader=core.reader,
                 upstreams=core.upstreams,
                 health=core.health,
-                available=core.available,
+                available=core.up,
                 metrics=core.metrics,
                 hits=core.hits,
                 prefixes=core.prefixes,

@@ -41,7 +41,7 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         facts = await core.reader.read("explain", kind, body, headers)
     except BadRequest as exc:
         raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
-    available = [name for name in core.fleet.workers if core.available(name)]
+    available = core.up.names()
     try:
         plan = core.planner.explain(facts, available, time.monotonic(), core.rng)
     except ModelNotFound as exc:

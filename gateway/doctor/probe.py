@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.doctor.fetch import Fault, Http
 from gateway.doctor.tap import Tap, until
+from gateway.proxy.headers import RANK_HEADER
 from indexer.events import BlockStored
 from indexer.holder import FULL_PREFIX_KINDS, GPU, tier_of
 
@@ -158,7 +159,7 @@ class Prober:
     async def _send(self, ids: list[int], rank: int) -> _Usage | str:
         """What the engine says it used, or why there is no answer."""
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "stream": False}
-        headers = {"X-data-parallel-rank": str(rank)} if self._pick_rank else {}
+        headers = {RANK_HEADER: str(rank)} if self._pick_rank else {}
         answer = await self._http.post("/v1/completions", body, headers=headers)
         if isinstance(answer, Fault):
             return answer.sentence

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from gateway.config.schema import PdConfig
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.debug.hits import HitBook
+from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.clock import AnswerClock
 from gateway.handoff.connector import Connector, NixlPull
@@ -20,7 +21,6 @@ from gateway.handoff.settings import HandoffSettings
 from gateway.handoff.shared import Shared
 from gateway.proxy.upstream import UpstreamPool
 from scorer.planner import Planner
-from scorer.types import Role
 
 _CONNECTORS: dict[str, Callable[[], Connector]] = {"nixl": NixlPull}
 
@@ -33,17 +33,12 @@ def assemble(
     health: Health,
     hits: HitBook,
     registry: CollectorRegistry,
-    available: Callable[[str], bool],
+    available: Available,
     nixl_of: Callable[[str], str | None],
     rng: random.Random,
 ) -> Shared:
-    """`available(worker)`: whether requests may go there now; `nixl_of(worker)`: its configured side channel."""
+    """`nixl_of(worker)`: its configured side channel."""
     metrics = HandoffMetrics(registry)
-    workers = planner.fleet.workers
-
-    def decoders() -> list[str]:
-        return [w.name for w in workers.values() if w.role is not Role.PREFILL and available(w.name)]
-
     return Shared(
         settings=HandoffSettings.from_config(pd),
         connector=_CONNECTORS[pd.connector](),
@@ -52,11 +47,11 @@ def assemble(
         health=health,
         hits=hits,
         metrics=metrics,
-        releases=Releases(upstreams, metrics, decoders),
+        releases=Releases(upstreams, metrics, available.decoders),
         engine_ids=EngineIds(pd.lease_s),
         hosts=Hosts(),
         clock=AnswerClock(),
-        available=lambda: [name for name in workers if available(name)],
+        available=available,
         nixl_of=nixl_of,
         rng=rng,
     )

@@ -24,10 +24,6 @@ class AnswerClock:
         self._unix = unix or _steady_unix()
         self._least: dict[str, tuple[float, float]] = {}
 
-    def forget(self, worker: str) -> None:
-        """Its process is another one, perhaps on another machine."""
-        self._least.pop(worker, None)
-
     def seen(self, worker: str, date: str | None) -> None:
         """Any answer of the worker: the fastest show how the clocks differ."""
         self.delay_s(worker, date)

@@ -19,7 +19,8 @@ from gateway.handoff.handoff import Offer
 from gateway.handoff.opening import Opening, State
 from gateway.handoff.watch import LegWatch, Verdict
 from gateway.proxy.attempt import AttemptFailed, BehindSidecar, LeaseOver, LoadFailed, Rejected
-from gateway.proxy.relay import OUTCOME_HEADER, Answer
+from gateway.proxy.headers import OUTCOME_HEADER
+from gateway.proxy.relay import Answer
 from gateway.proxy.timed import TimedBody
 from gateway.proxy.upstream import Upstream
 

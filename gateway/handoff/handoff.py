@@ -109,7 +109,9 @@ class Handoff:
             broke = Outcome(kind=OutcomeKind.PAIR_FAILED, reason=f"{failure.why.value}: {failure}")
             shared.planner.observe(request_id, broke, now_s)
         stop = failure.everywhere or not settings.try_next or tries >= settings.max_tries
-        plan = shared.planner.next_prefill(request_id, failure.why, shared.available(), now_s, shared.rng, local=stop)
+        plan = shared.planner.next_prefill(
+            request_id, failure.why, shared.available.names(), now_s, shared.rng, local=stop
+        )
         if plan is None:
             raise ConnectionResetError("the request has ended")
         if not plan.remote and not settings.then_local and not failure.everywhere:
@@ -173,7 +175,7 @@ class Handoff:
         asked = asyncio.get_running_loop().create_task(leg.answer(headers, body))
         try:
             while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
-                if not leg.is_probe and name not in shared.available():
+                if not leg.is_probe and name not in shared.available.names():
                     asked.cancel()
                     raise LegFailed(PdReason.PREFILL_TIMEOUT, "it has stopped answering anything")
         except asyncio.CancelledError:
@@ -234,8 +236,9 @@ class Handoff:
         held = answer.prompt_tokens or self._flight.facts.prompt_tokens
         try:
             params = shared.connector.decode_params(legs, answer)
-            self._check_origin(legs, answer)
-            ids = _ids_for_decode(self._flight.facts, answer)
+            same_ids = _same_ids(self._flight.facts, answer)
+            self._check_origin(legs, answer, same_ids)
+            ids = _ids_for_decode(self._flight.facts, answer, same_ids)
         except BadParams as exc:
             # No engine may see them, so nobody can give the blocks back before the lease is over.
             shared.releases.stranded.add(legs.prefill_worker, held, lease_ends_s)
@@ -250,7 +253,7 @@ class Handoff:
             lease_ends_s=lease_ends_s,
         )
 
-    def _check_origin(self, legs: Legs, answer: PrefillAnswer) -> None:
+    def _check_origin(self, legs: Legs, answer: PrefillAnswer, same_ids: bool) -> None:
         """That it is the answer to this very request, from a process that lives. Raises BadParams."""
         params = answer.params or {}
         engine_id, request_id = (str(params.get(name)) for name in ("remote_engine_id", "remote_request_id"))
@@ -259,7 +262,7 @@ class Handoff:
         why = ids.accept(legs.prefill_worker, engine_id, request_id, time.monotonic(), address=address)
         if why is not None:
             raise BadParams(why)
-        if self._kind in _ECHOING and legs.request_id not in request_id and not _same_ids(self._flight.facts, answer):
+        if self._kind in _ECHOING and legs.request_id not in request_id and not same_ids:
             raise OtherPrompt("nothing in it says which prompt it has computed: its request id is not ours")
 
     def _note_cached(self, name: str, answer: PrefillAnswer) -> None:
@@ -293,7 +296,7 @@ def _same_ids(facts: RequestFacts, answer: PrefillAnswer) -> bool:
     return known is not None and said is not None and array("I", said).tobytes() == known
 
 
-def _ids_for_decode(facts: RequestFacts, answer: PrefillAnswer) -> Sequence[int] | bytes | None:
+def _ids_for_decode(facts: RequestFacts, answer: PrefillAnswer, same_ids: bool) -> Sequence[int] | bytes | None:
     """The prompt's ids, as both engines are to have them. Raises OtherPrompt when what we know and what the prefill
     worker says differ: its blocks would be taken for those of this prompt.
     """
@@ -302,6 +305,6 @@ def _ids_for_decode(facts: RequestFacts, answer: PrefillAnswer) -> Sequence[int]
         return said
     if answer.prompt_tokens is not None and answer.prompt_tokens != len(known) // 4:
         raise OtherPrompt(f"it has computed {answer.prompt_tokens} tokens of a prompt of {len(known) // 4}")
-    if said is not None and not _same_ids(facts, answer):
+    if said is not None and not same_ids:
         raise OtherPrompt("it has computed other tokens than the prompt's")
     return None if facts.token_source is TokenSource.GIVEN else known

@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.handoff.stranded import Stranded
-from gateway.proxy.relay import OUTCOME_HEADER
+from gateway.proxy.headers import OUTCOME_HEADER
 from gateway.proxy.upstream import Upstream, UpstreamPool
 
 _log = logging.getLogger(__name__)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import msgspec
 
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.debug.hits import HitBook
+from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.clock import AnswerClock
 from gateway.handoff.connector import Connector
@@ -34,6 +35,6 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     engine_ids: EngineIds
     hosts: Hosts
     clock: AnswerClock
-    available: Callable[[], Collection[str]]
+    available: Available
     nixl_of: Callable[[str], str | None]
     rng: random.Random

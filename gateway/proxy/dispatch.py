@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
 from functools import partial
 from typing import NoReturn
 
@@ -33,7 +32,7 @@ from gateway.proxy.relay import Answer
 from gateway.proxy.timed import TimedBody
 from gateway.proxy.upstream import Upstream
 from scorer.planner import ModelNotFound, NoWorker
-from scorer.types import Outcome, OutcomeKind, PdReason, Plan, RequestFacts, Role
+from scorer.types import Outcome, OutcomeKind, PdReason, Plan, RequestFacts
 
 _RETRY_STATUSES = frozenset({502, 503})
 """An engine that is going down or full says so before it computes anything; another one may do it."""
@@ -70,7 +69,7 @@ class Dispatch:
         parts = self._parts
         now_s = time.monotonic()
         try:
-            plan = parts.planner.plan(facts, self.available(), now_s, parts.rng)
+            plan = parts.planner.plan(facts, parts.available.names(), now_s, parts.rng)
         except ModelNotFound as exc:
             parts.metrics.rejected("model_not_found")
             raise errors.model_not_found(exc.model) from None
@@ -133,8 +132,7 @@ class Dispatch:
             offer.written = False  # Who has it is not going to use it.
             raise
         except BehindSidecar as exc:
-            offer.written = False
-            self._give_back()
+            self._unused(offer)
             self._behind_sidecar(offer)
             return exc.answer
         except LeaseOver:
@@ -143,8 +141,7 @@ class Dispatch:
             return await self._alone(flight, PdReason.LEASE_OVER)
         except LoadFailed as failure:
             self._handoff_failed(offer, PdReason.KV_LOAD_FAILED, str(failure))
-            offer.written = False
-            self._give_back()
+            self._unused(offer)
             pair = offer.legs.prefill_worker, offer.legs.decode_worker
             answer = await self._alone(flight, PdReason.KV_LOAD_FAILED)
             if answer.status < 500:  # Else it is not the handoff that the worker cannot do.
@@ -153,8 +150,7 @@ class Dispatch:
         except Rejected as exc:
             # Perhaps because of what we added (a longer body, Expect): without that it is the client's answer.
             self._handoff_failed(offer, PdReason.DECODE_FAILED, f"status {exc.status}")
-            offer.written = False
-            self._give_back()
+            self._unused(offer)
             return await self._alone(flight, PdReason.DECODE_FAILED)
 
     def _behind_sidecar(self, offer: Offer) -> None:
@@ -174,7 +170,7 @@ class Dispatch:
             partial(self._attempt, flight),
             self._parts.handoffs.metrics,
             heard_since=partial(self._parts.heard_since, flight.worker),
-            replaceable=any(name != flight.worker for name in self._decoders()),
+            replaceable=any(name != flight.worker for name in self._parts.available.decoders()),
         )
         missing_tokens = max(0, flight.facts.prompt_tokens - flight.plan.chosen.cached_tokens)
         answer = await fetch.run(offer, missing_tokens, fresh=fresh)
@@ -186,7 +182,7 @@ class Dispatch:
         parts = self._parts
         self.drop_answer()
         plan = parts.planner.next_prefill(
-            flight.facts.request_id, why, self.available(), time.monotonic(), parts.rng, local=True
+            flight.facts.request_id, why, parts.available.names(), time.monotonic(), parts.rng, local=True
         )
         if plan is None:
             raise ConnectionResetError("the request has ended")
@@ -199,7 +195,7 @@ class Dispatch:
         legs = offer.legs
         _log.warning("handoff from %s to %s: %s (%s)", legs.prefill_worker, legs.decode_worker, why.value, detail)
         metrics = self._parts.handoffs.metrics
-        metrics.handoff(offer.legs.prefill_worker, offer.legs.decode_worker, why.value)
+        metrics.handoff(legs.prefill_worker, legs.decode_worker, why.value)
         metrics.stage(remote=True, stage="decode", outcome=why.value)
         metrics.retried("decode", why.value)
 
@@ -212,10 +208,6 @@ class Dispatch:
             parts.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.CANCELLED), time.monotonic())
             raise
         return flight
-
-    def available(self) -> Collection[str]:
-        available = self._parts.available
-        return [name for name in self._parts.planner.fleet.workers if available(name)]
 
     def _note_plan(self, flight: Flight) -> None:
         plan, facts, record = flight.plan, flight.facts, self._record
@@ -250,11 +242,11 @@ class Dispatch:
         retry = msgspec.structs.replace(
             facts, request_id=facts.request_id + "/2", excluded=facts.excluded | {failed.worker}
         )
-        choices = [(retry, self.available())]
+        choices = [(retry, parts.available.names())]
         if same_worker:
             keep_local = PdReason.DECODE_FAILED if failed.plan.remote else facts.keep_local
             again = msgspec.structs.replace(retry, excluded=facts.excluded, keep_local=keep_local)
-            choices.append((again, [failed.worker, *self._prefills()]))
+            choices.append((again, [failed.worker, *parts.available.prefills()]))
         for asked, available in choices:
             try:
                 plan = parts.planner.plan(asked, available, time.monotonic(), parts.rng)
@@ -262,14 +254,6 @@ class Dispatch:
                 continue
             return self._take_off(asked, plan)
         return None
-
-    def _decoders(self) -> list[str]:
-        workers = self._parts.planner.fleet.workers
-        return [name for name in self.available() if workers[name].role is not Role.PREFILL]
-
-    def _prefills(self) -> list[str]:
-        workers = self._parts.planner.fleet.workers
-        return [name for name in self.available() if workers[name].role is Role.PREFILL]
 
     def _give_up(self, failure: AttemptFailed, flight: Flight) -> NoReturn:
         status = {End.CONNECT: self._parts.unreachable_status, End.TIMEOUT: 504}.get(failure.end, 502)
@@ -324,7 +308,7 @@ class Dispatch:
         fleet = self._parts.planner.fleet
         names = [
             name
-            for name in self._decoders()
+            for name in self._parts.available.decoders()
             if self._parts.upstreams.get(name) is not None and not fleet.workers[name].draining
         ]
         if not names:
@@ -354,6 +338,11 @@ class Dispatch:
         if answer is not None:
             self._record.sent_bytes += answer.sent_bytes
             answer.close()
+
+    def _unused(self, offer: Offer) -> None:
+        """Who was sent it is not going to fetch it."""
+        offer.written = False
+        self._give_back()
 
     def _give_back(self) -> None:
         offer, self._offer = self._offer, None

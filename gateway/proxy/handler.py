@@ -28,9 +28,9 @@ from gateway.proxy.body import read_body
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
-from gateway.proxy.headers import LEG_HEADER, request_headers, response_headers
+from gateway.proxy.headers import LEG_HEADER, OUTCOME_HEADER, request_headers, response_headers
 from gateway.proxy.parts import Draining, Parts
-from gateway.proxy.relay import OUTCOME_HEADER, Answer, ClientStalled, UpstreamBroke
+from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
 from gateway.proxy.usage import UsageTail
 from gateway.request import BadRequest

@@ -24,24 +24,31 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# Engines and sidecars behind us would obey these: a client could make them connect anywhere, or pick a rank past the
-# planner (llm-d's, Dynamo's and our own hand-off headers). Who may be obeyed is read before (gateway.sidecar.hints).
 RANK_HEADER = "X-data-parallel-rank"
+RANK_ENDPOINT_HEADER = "x-data-parallel-host-port"
+PREFILLER_HEADER = "x-prefiller-host-port"
+KV_SOURCE_HEADER = "x-kv-cache-source-host-port"
+PLAN_HEADER = "x-warmroute-plan"
+OUTCOME_HEADER = "x-warmroute-outcome"
+"""In our answers: what became of the request's prompt."""
 LEG_HEADER = "x-warmroute-leg"
 """On prefill legs. A face of ours that gets one computes the prompt where it is: none can go round in circles."""
+# Engines and sidecars behind us would obey these: a client could make them connect anywhere, or pick a rank past the
+# planner (llm-d's, Dynamo's and our own hand-off headers). Who may be obeyed is read before (gateway.sidecar.hints).
 _STEERING = frozenset(
-    {
-        b"x-bypass-remote-prefill",
-        b"x-data-parallel-host-port",
-        b"x-data-parallel-rank",
-        b"x-encoder-hosts-ports",
-        b"x-kv-cache-source-host-port",
-        b"x-prefiller-host-port",
-        b"x-prefiller-url",
-        b"x-warmroute-outcome",
-        b"x-warmroute-leg",
-        b"x-warmroute-plan",
-    }
+    name.lower().encode()
+    for name in (
+        RANK_HEADER,
+        RANK_ENDPOINT_HEADER,
+        PREFILLER_HEADER,
+        KV_SOURCE_HEADER,
+        PLAN_HEADER,
+        OUTCOME_HEADER,
+        LEG_HEADER,
+        "x-bypass-remote-prefill",
+        "x-encoder-hosts-ports",
+        "x-prefiller-url",
+    )
 )
 _REQUEST = _HOP_BY_HOP | _STEERING | {b"host", b"content-length", b"expect"}
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
+from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.shared import Shared
 from gateway.proxy.access import AccessLog
@@ -39,7 +40,7 @@ class Draining(Protocol):
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What a handler works with.
 
-    `available(worker)`: whether requests may go there now. `heard_since(worker, since_s)`: whether its engine has
+    `heard_since(worker, since_s)`: whether its engine has
     answered anything of ours since then. `hints` reads what somebody in front of us has settled. `unreachable_status`
     answers for a worker that cannot be connected to.
     """
@@ -48,7 +49,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     reader: RequestReader
     upstreams: UpstreamPool
     health: Health
-    available: Callable[[str], bool]
+    available: Available
     metrics: Metrics
     hits: HitBook
     prefixes: TopPrefixes

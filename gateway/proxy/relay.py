@@ -15,8 +15,6 @@ from gateway.proxy.usage import UsageTail
 
 _LINE_ENDS_PER_EVENT = 2
 """About a token each. Counting line ends gives the same number however the bytes are cut."""
-OUTCOME_HEADER = "x-warmroute-outcome"
-"""In our answers: what became of the request's prompt."""
 WRITE_STALL_S = 60.0
 """A client that takes nothing for so long is given up (nginx's send_timeout)."""
 _MAY_WAIT_ABOVE_BYTES = 32 << 10

@@ -20,16 +20,17 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 from gateway.proxy.errors import ApiError
+from gateway.proxy.headers import KV_SOURCE_HEADER as KV_SOURCE
+from gateway.proxy.headers import PLAN_HEADER as PLAN
+from gateway.proxy.headers import PREFILLER_HEADER as PREFILLER
+from gateway.proxy.headers import RANK_ENDPOINT_HEADER as RANK_ENDPOINT
+from gateway.proxy.headers import RANK_HEADER
 from gateway.sidecar.endpoint import Endpoint, parse_endpoint
 from gateway.sidecar.pod import Pod
 from gateway.sidecar.targets import Refusal, Targets
 
 _log = logging.getLogger(__name__)
-PREFILLER = "x-prefiller-host-port"
-RANK = "x-data-parallel-rank"
-RANK_ENDPOINT = "x-data-parallel-host-port"
-KV_SOURCE = "x-kv-cache-source-host-port"
-PLAN = "x-warmroute-plan"
+RANK = RANK_HEADER.lower()
 
 Ranks = Callable[[str], Collection[int] | None]
 

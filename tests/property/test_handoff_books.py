@@ -16,14 +16,6 @@ KINDS = [OutcomeKind.PREFILL_DONE, OutcomeKind.PAIR_FAILED, OutcomeKind.FIRST_TO
 WORKERS = {"d1": D("d1"), "d2": D("d2", ranks=2), "b": W("b", events=False), "p1": P("p1"), "p2": P("p2", events=False)}
 
 
-def _check(rig: Rig) -> None:
-    for worker in rig.planner.fleet.workers.values():
-        for load in worker.loads.values():
-            assert load.streams >= 0
-            assert load.kv_tokens >= 0
-            assert load.prefill_backlog_s(rig.now_s) >= 0
-
-
 def _step(rig: Rig, rng: random.Random, plans: list[Plan]) -> None:
     action = rng.random()
     if action < 0.35:
@@ -56,7 +48,7 @@ def test_every_way_out_of_a_handoff_gives_everything_back(rng: random.Random) ->
     for _ in range(40):
         rig.now_s += 3 * rng.random()
         _step(rig, rng, plans)
-        _check(rig)
+        rig.check_loads()
         loads += [load for worker in rig.planner.fleet.workers.values() for load in worker.loads.values()]
     for plan in plans:
         rig.observe(plan, rng.choice(ENDS))

@@ -8,17 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scorer.types import ChangeKind, OutcomeKind, WorkerChange
-from tests.support.fleets import Rig, W, add, fleet, prompt
+from tests.support.fleets import W, add, fleet, prompt
 
 ENDS = [OutcomeKind.END, OutcomeKind.ERROR, OutcomeKind.CANCELLED]
-
-
-def _check(rig: Rig) -> None:
-    for worker in rig.planner.fleet.workers.values():
-        for load in worker.loads.values():
-            assert load.streams >= 0
-            assert load.kv_tokens >= 0
-            assert load.prefill_backlog_s(rig.now_s) >= 0
 
 
 @given(st.randoms(use_true_random=False))
@@ -39,7 +31,7 @@ def test_every_way_out_gives_everything_back(rng: random.Random) -> None:
             rig.planner.fleet.apply(WorkerChange(kind=ChangeKind.REMOVED, worker=name))
             rig.planner.configure_worker(name)
             add(rig, W(name, ranks=rng.choice([1, 2])))
-        _check(rig)
+        rig.check_loads()
     for plan in plans:
         rig.observe(plan, rng.choice(ENDS))
         rig.observe(plan, OutcomeKind.END)

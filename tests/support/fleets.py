@@ -87,6 +87,14 @@ class Rig:
         assert after is not None
         return after
 
+    def check_loads(self) -> None:
+        """That nothing booked is below zero."""
+        for worker in self.planner.fleet.workers.values():
+            for load in worker.loads.values():
+                assert load.streams >= 0
+                assert load.kv_tokens >= 0
+                assert load.prefill_backlog_s(self.now_s) >= 0
+
     def load(self, worker: str, rank: int = 0) -> int:
         return self.planner.fleet.workers[worker].loads[rank].requests
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from typing import Any, Literal
 
 import aiohttp
@@ -16,6 +15,7 @@ from bench.engine.timing import preset
 from gateway.config import Config
 from gateway.config.schema import GatewayConfig, HealthConfig, LoggingConfig, PdConfig, TokensConfig, Worker
 from gateway.run import Gateway
+from tests.support.stacked import Stacked
 
 
 def engine(**changes: Any) -> FakeVllmConfig:
@@ -37,7 +37,7 @@ def decode(**changes: Any) -> FakeVllmConfig:
 _ROLES: dict[str, Literal["both", "prefill", "decode"]] = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
-class Fleet:
+class Fleet(Stacked):
     """In a test: ``async with Fleet(a=engine(), b=engine()) as fleet:``. Ready when entered. An engine's `kv_role`
     is its worker's role.
     """
@@ -46,15 +46,6 @@ class Fleet:
         self._pd = pd or PdConfig()
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
-
-    async def __aenter__(self) -> Fleet:
-        self._stack = AsyncExitStack()
-        try:
-            await self._start()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
 
     async def _start(self) -> None:
         for name, config in self._configs.items():
@@ -76,9 +67,6 @@ class Fleet:
         self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
         await until(lambda: set(self.core.capabilities) == set(self.engines))
         await until(lambda: all(f.endpoint_state == "connected" for f in self.core.ingest.status().values()))
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     @property
     def url(self) -> str:

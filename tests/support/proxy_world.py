@@ -16,6 +16,7 @@ from gateway.config.schema import PdConfig
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
+from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.assembly import assemble
 from gateway.proxy.access import AccessLog
@@ -185,6 +186,7 @@ class World:
     async def __aenter__(self) -> World:
         body_bytes, concurrency, response_headers = self._limits
         self.upstreams = UpstreamPool(self._settings)
+        up = Available(self.fleet.workers, lambda name: name not in self.down and self.health.available(name))
         self.handoffs = assemble(
             self.pd,
             planner=self.planner,
@@ -192,7 +194,7 @@ class World:
             health=self.health,
             hits=self.hits,
             registry=self.metrics.registry,
-            available=lambda name: name not in self.down and self.health.available(name),
+            available=up,
             nixl_of=lambda _: None,
             rng=random.Random(1),
         )
@@ -201,7 +203,7 @@ class World:
             reader=RequestReader(self.fleet, self.tokens),
             upstreams=self.upstreams,
             health=self.health,
-            available=lambda name: name not in self.down and self.health.available(name),
+            available=up,
             metrics=self.metrics,
             hits=self.hits,
             prefixes=TopPrefixes(),

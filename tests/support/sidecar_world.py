@@ -26,6 +26,7 @@ from gateway.config.schema import (
 )
 from gateway.sidecar.run import Sidecar
 from tests.support.gateway_world import engine, until
+from tests.support.stacked import Stacked
 
 
 def sidecar_config(
@@ -43,7 +44,7 @@ def sidecar_config(
     )
 
 
-class Pod:
+class Pod(Stacked):
     """In a test: ``async with Pod() as pod:``: one fake engine for each rank, ready, and the sidecar before them.
 
     `engine_url` stands for engines of the test's own, which may be anything.
@@ -64,15 +65,6 @@ class Pod:
         self._workers = workers
         self._settings = settings
         self.engines: list[FakeVllm] = []
-
-    async def __aenter__(self) -> Pod:
-        self._stack = AsyncExitStack()
-        try:
-            await self._start()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
 
     async def _start(self) -> None:
         self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
@@ -102,9 +94,6 @@ class Pod:
                 self._stack.push_async_exit(stack.pop_all())
                 return engines
         raise RuntimeError("no ports one after the other are free")
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     def url(self, rank: int = 0) -> str:
         return f"http://127.0.0.1:{self.sidecar.ports[rank]}"
