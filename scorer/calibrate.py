@@ -155,7 +155,7 @@ class Calibration:
         return True
 
     def forget(self, worker: str) -> None:
-        """What was learned of the worker, and of the pairs it is in."""
+        """What was learned of the worker, and of the pairs it is in; of the fleet too where that was all of it."""
         for part, name in list(self._factors):
             if part is Part.PULL:
                 is_its = name.startswith(worker + ">") or name.endswith(">" + worker)
@@ -163,6 +163,10 @@ class Calibration:
                 is_its = part is not Part.OUTPUT and name == worker
             if is_its:
                 del self._factors[part, name]
+        left = {part for part, name in self._factors if name != FLEET}
+        for part in Part:
+            if part not in left:
+                self._factors.pop((part, FLEET), None)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready, for `load`."""

@@ -22,8 +22,8 @@ from tests.support.command import Command
 from tests.support.gateway_world import engine
 
 FLOOR_S = Constants().comp_floor_s
-SLOW = replace(preset("instant"), prefill_floor_s=3 * FLOOR_S, front_base_s=Constants().front_base_s)
-"""Its prefills take about three times what is thought at first."""
+SLOW = replace(preset("instant"), prefill_floor_s=2 * FLOOR_S, front_base_s=Constants().front_base_s)
+"""Its prefills take about twice what is thought at first."""
 
 
 def slow(port: int = 0, **changes: Any) -> FakeVllmConfig:
@@ -96,6 +96,7 @@ async def test_another_engine_at_the_same_place_is_not_taken_for_the_old_one(tmp
         told = await page(second, "/debug/learned")
         assert list(told["workers"]) == [worker]
         assert not any(part["own"].get(worker) for part in told["factors"].values())
+        assert await comp_s(second) == pytest.approx(FLOOR_S)
         assert f"{worker} is another kind of engine" in await second.terminate()
 
 

@@ -5,6 +5,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,12 +148,24 @@ def test_another_kind_of_engine_under_the_name_is_learned_anew(other: dict[str, 
     ):
         teach(before, part, subject, 2.0)
     calibration.load(saved(before))
-    kind = EngineKind(**{**{name: getattr(H200, name) for name in H200.__struct_fields__}, **other})
+    kind = msgspec.structs.replace(H200, **other)
     assert calibration.meet("a", kind) is not alike
     assert not calibration.meet("a", kind)
     left = {key for key in calibration.factors() if key[1] != FLEET}
     kept = {(Part.WORK, "b"), (Part.OUTPUT, "a")}  # The model of that name is no worker.
     assert left == kept | ({(Part.FLOOR, "a"), (Part.PULL, "a>b"), (Part.PULL, "b>a")} if alike else set())
+
+
+def test_the_fleet_is_forgotten_with_the_last_worker_it_was_learned_from() -> None:
+    calibration = Calibration()
+    for worker in ("a", "b"):
+        calibration.meet(worker, H200)
+        teach(calibration, Part.WORK, worker, 3.0)
+    other = msgspec.structs.replace(H200, model="/models/other")
+    assert calibration.meet("a", other)
+    assert calibration.value(Part.WORK, "a") == pytest.approx(3.0)
+    assert calibration.meet("b", other)
+    assert calibration.value(Part.WORK, "a") == calibration.value(Part.WORK, "b") == 1.0
 
 
 def test_a_worker_that_appears_has_what_is_known_of_it_or_of_the_fleet() -> None:
