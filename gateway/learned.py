@@ -56,7 +56,6 @@ class LearnedFile:
         if self.path is None:
             _log.info("%s; learning.file names a file that keeps it", _LOST)
             return
-        folder = os.path.dirname(os.path.realpath(self.path))
         try:
             self._load(self.path)
         except _Unusable as exc:
@@ -65,8 +64,13 @@ class LearnedFile:
                 return
             self._told(f"{self.path} {exc}. All is learned anew, and the file written anew")
         else:
-            if not os.access(folder, os.W_OK | os.X_OK):
-                self._told(f"{folder} is no folder that can be written to, so {_LOST}: make it one, or name another")
+            folder = os.path.dirname(os.path.realpath(self.path))
+            try:
+                _try_writing(folder)
+            except OSError as exc:
+                self._told(
+                    f"{folder} cannot be written to ({exc.strerror or exc}), so {_LOST}: mend it or name another"
+                )
         self._task = asyncio.get_running_loop().create_task(self._keep(self.path), name="learned")
 
     async def close(self) -> None:
@@ -151,6 +155,13 @@ def _read(path: str) -> bytes:
     if len(content) > _MOST_BYTES:
         raise _Unusable("is too large for a file of learned factors", ours=False)
     return content
+
+
+def _try_writing(folder: str) -> None:
+    """Raises OSError. Permissions alone do not tell: a file system may be read-only."""
+    handle, temporary = tempfile.mkstemp(dir=folder)
+    os.close(handle)
+    os.unlink(temporary)
 
 
 def _write(path: str, content: bytes) -> None:

@@ -159,7 +159,7 @@ def test_a_place_that_cannot_be_written_is_told_at_the_start_and_stops_nothing(
     nowhere = path.parent / "none" / "learned.json"
     calibration = Calibration()
     file = life(nowhere, calibration)
-    assert f"{nowhere.parent} is no folder" in str(file.problem)
+    assert f"{nowhere.parent} cannot be written to (No such file" in str(file.problem)
     file = life(nowhere, calibration, lambda: one_more(calibration))
     assert "cannot be written" in str(file.problem)
     assert not nowhere.exists()
