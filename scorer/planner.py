@@ -129,12 +129,15 @@ class Planner:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def configure_worker(self, name: str) -> None:
-        """Carry what the fleet knows of a worker (names, block size, capacity) into the indexes."""
+        """Carry what the fleet knows of a worker (names, block size, capacity) into the indexes, and what was learned
+        of it into the fleet.
+        """
         worker = self.fleet.workers.get(name)
         if worker is None:
             for index in (self.index, self.approximate, self.optimistic):
                 index.remove_worker(name)
             return
+        self._learner.recall(worker)
         models = None if worker.models is None else list(worker.models)
         self.index.set_worker(name, models=models, loras=worker.adapters)
         stats = worker.stats
