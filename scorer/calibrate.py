@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ _FORGET = 0.05
 _LOG_BOUND = math.log(BOUND)
 
 
-class Part(Enum):
+class Part(StrEnum):
     """What a factor is for. FLOOR: prefills that the floor of a step bounds; WORK: those their tokens do. STEP: decode
     steps. PULL: transfers, of a pair. OUTPUT: how long answers are, of a model.
     """
