@@ -18,7 +18,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "demo": Command("bench.demo:main", "a small fleet of fake engines on this machine, routed and compared"),
+    "demo": Command("bench.demo.command:main", "a small fleet of fake engines on this machine, routed and compared"),
     "config": Command("gateway.config.command:main", "print, check or document the configuration"),
     "doctor": Command("gateway.doctor.command:main", "check what cache-aware routing needs of vLLM servers"),
     "explain": Command("gateway.debug.explain:main", "ask a running gateway where a request would go, and why"),
