@@ -152,24 +152,37 @@ async def test_a_reader_that_leaves_is_forgotten_and_a_third_is_refused(fleet: F
     assert not fleet.core.recorder.active
 
 
-async def test_a_slow_reader_loses_rows_and_slows_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def stuck(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A reader that has not taken anything for so long that rows are lost."""
     monkeypatch.setattr(reader_module.Reader.__init__, "__defaults__", (1000,))
-    host_port = fleet.admin.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(*host_port, limit=1 << 10)
+    host, port = fleet.admin.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 10)
     writer.write(b"GET /debug/record HTTP/1.1\r\nHost: x\r\n\r\n")
     await until(lambda: active(fleet))
     recording = fleet.core.recorder._readers[0]
-    # rows too long for the buffers between: nothing is read
     while not recording._lost_rows:
-        recording.add(1e12, "m", [], 1 << 22, 1)
+        recording.add(1e12, "m", [], 1 << 22, 1)  # Longer than the buffers between.
         await asyncio.sleep(0)
+    return reader, writer
+
+
+async def test_a_slow_reader_loses_rows_and_slows_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = await stuck(fleet, monkeypatch)
     await fleet.complete("still served")
     data = b""
     async with asyncio.timeout(30):
-        while b'"lost_rows":' not in data[200:]:
+        while b'"lost_rows":' not in data[200:]:  # Of which the first stands at the beginning.
             piece = await reader.read(1 << 20)
             assert piece
             data = (data + piece)[-100_000:]
+    writer.close()
+
+
+async def test_a_reader_that_takes_nothing_does_not_keep_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asyncio.timeout(20):
+        async with Fleet(a=engine()) as fleet:
+            _, writer = await stuck(fleet, monkeypatch)
+        assert not active(fleet)
     writer.close()
 
 
