@@ -1,0 +1,49 @@
+"""The fleets as a picture. Needs the extra `bench`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from bench.advise.advice import Advice
+from bench.advise.errors import InputError
+
+
+def figures() -> Any:
+    """matplotlib's `figure` module, which draws without a display. Raises InputError where it is not installed."""
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise InputError("a plot needs matplotlib: pip install 'warmroute[bench]'") from None
+
+
+def plot(advice: Advice, path: Path, title: str) -> None:
+    """Objectives kept, TTFT and gaps between tokens of each fleet. The ending of `path` decides the format. Raises
+    InputError for one that is not known.
+    """
+    drawn = figures().Figure(figsize=(10, 7.5), layout="constrained")
+    names = [it.fleet.name for it in advice.outcomes]
+    colours = ["tab:green" if it is advice.verdict.choice else "tab:gray" for it in advice.outcomes]
+    kept, ttft, gaps = drawn.subplots(3, 1, sharex=True)
+    kept.bar(names, [100 * it.met for it in advice.outcomes], color=colours)
+    kept.set_ylabel("objectives kept, %")
+    objectives = advice.question.objectives
+    ttft.plot(names, [it.ttft_p50_ms for it in advice.outcomes], "o--", label="p50")
+    ttft.plot(names, [it.ttft_p95_ms for it in advice.outcomes], "o-", label="p95")
+    ttft.axhline(1e3 * objectives.ttft_s, color="tab:red", linewidth=0.8, label="objective")
+    ttft.set_ylabel("TTFT, ms")
+    gaps.plot(names, [it.itl_p95_ms for it in advice.outcomes], "o--", label="ITL p95")
+    gaps.plot(names, [it.itl_p99_ms for it in advice.outcomes], "o-", label="ITL p99")
+    gaps.plot(names, [it.tpot_p95_ms for it in advice.outcomes], "s-", label="TPOT p95")
+    gaps.axhline(1e3 * objectives.tpot_s, color="tab:red", linewidth=0.8, label="TPOT objective")
+    gaps.set_ylabel("between tokens, ms")
+    for axes in (ttft, gaps):
+        axes.set_yscale("log")
+        axes.legend()
+    gaps.tick_params(axis="x", rotation=30)
+    drawn.suptitle(title)
+    try:
+        drawn.savefig(path)
+    except ValueError as exc:
+        raise InputError(f"--plot {path}: {exc}") from None
