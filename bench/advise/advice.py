@@ -67,11 +67,10 @@ class Advice:
 def advise(question: Question, heard: Heard = lambda number, of, what: None) -> Advice:
     """Some dozen simulated runs, seconds each. Raises InputError."""
     plan, way = question.plan, link(question.gbps)
-    traffic = question.traffic.fitting(plan.hardware.kv_tokens)
-    sizes = block_sizes(
-        plan.rank_layer_bytes_per_token, plan.kv_layers, traffic.mean_input_tokens, plan.tensor_parallel, way
-    )
+    usual_tokens = question.traffic.mean_input_tokens
+    sizes = block_sizes(plan.rank_layer_bytes_per_token, plan.kv_layers, usual_tokens, plan.tensor_parallel, way)
     block_size = question.block_size or best(sizes).tokens
+    traffic = question.traffic.fitting(plan.hardware.kv_tokens // block_size * block_size)
     fleets = [Fleet(question.servers)]
     if plan.hardware.chunk_tokens > SMALL_CHUNKS:
         fleets.append(Fleet(question.servers, chunk_tokens=SMALL_CHUNKS))
@@ -106,7 +105,7 @@ def advise(question: Question, heard: Heard = lambda number, of, what: None) -> 
 def affordable(traffic: Traffic, runs: int, block_size: int) -> int:
     """Requests that so many runs can have in the time there is (fitted to runs on one core of a small server)."""
     blocks = traffic.mean_input_tokens / block_size
-    each_s = 0.5e-3 + 2.5e-6 * traffic.mean_output_tokens + 15e-6 * blocks
+    each_s = 0.5e-3 + 2e-6 * traffic.mean_output_tokens + 10e-6 * blocks
     return max(_LEAST_REQUESTS, int(_BUDGET_S / runs / each_s))
 
 

@@ -14,8 +14,8 @@ from bench.sim.prompts import unique
 from bench.sim.record import Record
 from bench.sim.workloads.traces import Row
 
-_USES = 20
-"""So many requests have one beginning in common."""
+_USES = 50
+"""So many requests have one beginning in common; its first use is no hit, so not few."""
 
 
 class Histogram:
@@ -52,7 +52,7 @@ def _mean(below: float, upper: float) -> float:
 
 
 class Drawn:
-    """Each prompt begins with `shared` of itself taken from its group's text; each group has some twenty prompts."""
+    """Each prompt begins with `shared` of itself taken from its group's text; each group has some _USES prompts."""
 
     def __init__(
         self, rows: Sequence[Row], shared: float, seed: int, faster: float, slo_ttft_s: float, slo_tpot_s: float

@@ -23,7 +23,7 @@ def plot(advice: Advice, path: Path, title: str) -> None:
     InputError for one that is not known.
     """
     drawn = figures().Figure(figsize=(10, 7.5), layout="constrained")
-    names = [it.fleet.name for it in advice.outcomes]
+    names = [it.fleet.name.replace(", ", ",\n") for it in advice.outcomes]
     colours = ["tab:green" if it is advice.verdict.choice else "tab:gray" for it in advice.outcomes]
     kept, ttft, gaps = drawn.subplots(3, 1, sharex=True)
     kept.bar(names, [100 * it.met for it in advice.outcomes], color=colours)
@@ -40,6 +40,8 @@ def plot(advice: Advice, path: Path, title: str) -> None:
     gaps.set_ylabel("between tokens, ms")
     for axes in (ttft, gaps):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend()
     gaps.tick_params(axis="x", rotation=30)
     drawn.suptitle(title)

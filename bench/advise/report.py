@@ -151,8 +151,8 @@ def capacity(advice: Advice) -> list[str]:
         left, whole = held.conversations(n, split.fleet.prefill), held.conversations(n)
         lost = split.fleet.prefill / n
         found.append(
-            f"{split.fleet.name} hold {left:,}, {whole - left:,} fewer: prefill servers keep nobody's conversation, so "
-            f"{lost:.0%} of the capacity for answers and their cache is lost"
+            f"{split.fleet.name} hold {left:,}, {whole - left:,} fewer ({lost:.0%}): prefill servers compute and cache "
+            "prompts, but hold no conversation while it is answered"
         )
     return found
 

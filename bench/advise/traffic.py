@@ -83,7 +83,7 @@ class Traffic:
         if len(kept) < 2:
             raise InputError(
                 f"no request fits in a server's KV cache of {most_tokens:,} tokens (the longest takes "
-                f"{self.longest_tokens:,}); raise --tensor-parallel or take a larger --gpu"
+                f"{self.longest_tokens:,}); raise --tensor-parallel or --kv-tokens, or take a larger --gpu"
             )
         note = f"{left_out:,} of {len(self.rows):,} requests are longer than a server's KV cache and were left out"
         return replace(self, rows=_from_zero(kept), notes=(*self.notes, note))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from gateway.cli import Parser
 
+_LEAST_REQUESTS = 10
+
 
 def arguments() -> Parser:
     parser = Parser(
@@ -34,7 +36,7 @@ def arguments() -> Parser:
     add("--block-size", type=_positive_int, metavar="N", help="to simulate with (default: the recommended one)")
     add("--context-tokens", type=_positive_int, metavar="N", help="of a full conversation (default: the model's most)")
     add("--rate", type=_positive, metavar="R", help="requests a second (default: the traffic's own)")
-    add("--requests", type=_positive_int, metavar="N", help="to simulate (default: what takes about half a minute)")
+    add("--requests", type=_enough, metavar="N", help="to simulate (default: what takes about half a minute)")
     add(
         "--metrics-interval-s", type=_positive, metavar="S",
         help="with --from-metrics: count between two readings so far apart (default: since the servers were started)",
@@ -45,22 +47,36 @@ def arguments() -> Parser:
     return parser
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
+
+
 def _positive(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
 
 def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    value = _number(text)
+    if not (value >= 1 and value.is_integer()):
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(value)
+
+
+def _enough(text: str) -> int:
+    value = _positive_int(text)
+    if value < _LEAST_REQUESTS:
+        raise argparse.ArgumentTypeError(f"{text} requests say nothing; at least {_LEAST_REQUESTS}")
     return value
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not a share (0 to 1)")
     return value
