@@ -21,7 +21,7 @@ FASTER: Final = (2.0, 3.0, 4.0)
 _BUDGET_S: Final = 30.0
 _ROUNDS: Final = 2.5
 """Times every fleet is run, as a rule: at the rate itself, and faster."""
-_LEAST_REQUESTS: Final = 300
+_LEAST_REQUESTS: Final = 400
 Heard = Callable[[int, int, str], None]
 """Told before each run: its number from 1, how many there are at least, what it is."""
 

@@ -20,14 +20,21 @@ _PREFILL_SHARE: Final = 0.2
 def headline(advice: Advice) -> str:
     """The answer in one sentence."""
     verdict = advice.verdict
+    n = advice.question.servers
+    if not verdict.enough:
+        return (
+            f"{n} servers cannot carry this traffic, split or not."
+            if n > 1
+            else "One server cannot carry this traffic."
+        )
     if verdict.split is None:
         return "There is nothing to split: one server."
     if verdict.pays:
-        prefill, decode = verdict.split.fleet.prefill, advice.question.servers - verdict.split.fleet.prefill
+        prefill, decode = verdict.split.fleet.prefill, n - verdict.split.fleet.prefill
         return f"The split pays: take {prefill} prefill and {decode} decode servers."
     chunk = verdict.whole.fleet.chunk_tokens
     how = f" with --max-num-batched-tokens {chunk}" if chunk else ""
-    return f"The split does not pay: take {advice.question.servers} aggregated servers{how}."
+    return f"The split does not pay: take {n} aggregated servers{how}."
 
 
 def growth(advice: Advice) -> list[str]:
@@ -184,6 +191,7 @@ def document(advice: Advice) -> dict[str, Any]:
     per_token = token_bytes(advice)
     return {
         "pays": verdict.pays,
+        "enough_servers": verdict.enough,
         "answer": headline(advice),
         "reasons": [*verdict.reasons, *growth(advice)],
         "choice": _fleet(verdict.choice),

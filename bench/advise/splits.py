@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from bench.advise.server import ServerPlan
 from bench.advise.traffic import Traffic
@@ -14,8 +16,9 @@ from bench.sim.world import World
 
 KEPT = 0.95
 """A fleet that keeps the objectives of so many requests can be run like that."""
-_DRAIN = 1.25
-_DRAIN_S = 20.0
+ENOUGH = 0.5
+"""One that keeps those of fewer does not carry the traffic."""
+_FIFTH = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,12 @@ class Outcome:
     """Into all decode servers together, on average."""
     preemptions: int
     overloaded: bool
-    """Its queue still had to be worked off long after the last request had come."""
+    """Its queue grew for as long as requests came."""
+
+    @property
+    def carries(self) -> bool:
+        """It can be run like that, if not well."""
+        return self.met >= ENOUGH and not self.overloaded
 
 
 def candidates(n_servers: int, prefill_share: float, most: int = 7) -> list[Fleet]:
@@ -113,7 +121,6 @@ def simulate(
     run = World(spec, arm("warmroute"), load, seed=seed).run()
     told = summarise(run)
     itl_p95_s = gap_percentiles([record for record in run.records if record.ok], [0.95])[0]
-    coming_s = traffic.span_s / faster
     return Outcome(
         fleet=fleet,
         requests=told["requests"],
@@ -129,5 +136,14 @@ def simulate(
         hits=told["hit_share"],
         pulled_gbps=told["transferred_bytes"] * 8e-9 / (run.duration_s or 1.0),
         preemptions=told["preemptions"],
-        overloaded=run.duration_s > _DRAIN * coming_s + _DRAIN_S and told["slo_share"] < KEPT,
+        overloaded=_grows([record.ttft_s for record in run.records if record.first_s is not None], objectives.ttft_s),
     )
+
+
+def _grows(ttfts_s: Sequence[float], objective_s: float) -> bool:
+    """Of requests in the order of their arrival: on average the last fifth waits past the objective, and twice as long
+    as the second fifth did.
+    """
+    fifth = max(1, len(ttfts_s) // _FIFTH)
+    early, late = (fmean(part or [0.0]) for part in (ttfts_s[fifth : 2 * fifth], ttfts_s[-fifth:]))
+    return late > objective_s and late > 2 * early

@@ -16,9 +16,12 @@ SMOOTHER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`pays`: take `split` rather than `whole` (the best of each kind). `reasons` are whole sentences."""
+    """`pays`: take `split` rather than `whole` (the best of each kind). `enough`: one of them carries the traffic.
+    `reasons` are whole sentences.
+    """
 
     pays: bool
+    enough: bool
     whole: Outcome
     split: Outcome | None
     reasons: tuple[str, ...]
@@ -35,13 +38,15 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
     whole = _best([it for it in outcomes if not it.fleet.prefill])
     splits = [it for it in outcomes if it.fleet.prefill]
     if not splits:
-        return Verdict(False, whole, None, ("One server cannot be split.", *_remarks(False, whole, whole)))
+        return Verdict(False, whole.carries, whole, None, tuple(_remarks(False, whole, whole)))
     split = _best(splits)
     least = margin(whole, split)
     told = (
         f"{split.fleet.name} keeps the objectives of {split.met:.1%} of the requests, "
         f"{whole.fleet.name} of {whole.met:.1%}"
     )
+    if not (whole.carries or split.carries):
+        return Verdict(False, False, whole, split, (f"{told}. Add servers, or loosen the objectives.",))
     pays = split.met - whole.met >= least
     if pays:
         why = ""
@@ -49,7 +54,7 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
         why = ", and the other splits keep no more"
     else:
         why = f"; less than {least:.1%} between them says nothing, and whole servers need no network for KV"
-    return Verdict(pays, whole, split, (f"{told}{why}.", *_remarks(pays, whole, split)))
+    return Verdict(pays, True, whole, split, (f"{told}{why}.", *_remarks(pays, whole, split)))
 
 
 def margin(one: Outcome, other: Outcome) -> float:
@@ -74,10 +79,7 @@ def _remarks(pays: bool, whole: Outcome, split: Outcome) -> list[str]:
             f"{split.ttft_p95_ms:,.0f} ms."
         )
     better = split if pays else whole
-    if better.overloaded:
-        found.append("Either way the queue grows for as long as requests come: this traffic needs more servers.")
-    elif better.met < KEPT:
-        found.append(
-            f"Either way more than {1 - KEPT:.0%} of the requests miss an objective: add servers, or loosen it."
-        )
+    if better.met < KEPT:
+        either = "Either way" if split is not whole else "As it is,"
+        found.append(f"{either} more than {1 - KEPT:.0%} of the requests miss an objective: add servers, or loosen it.")
     return found

@@ -88,7 +88,8 @@ def test_it_does_not_pay_where_whole_servers_keep_the_objectives(
     shown = capsys.readouterr().out
     assert shown.startswith("The split does not pay: take 2 aggregated servers.")
     told = answer(shown)
-    assert told["pays"] is False
+    assert (told["pays"], told["enough_servers"]) == (False, True)
+    assert not any(fleet["overloaded"] for fleet in told["fleets"])
     assert told["choice"]["aggregated"] == 2
     assert told["growth"][-1]["times_the_rate"] == 4
     assert "It would not pay at 4 times the rate either" in " ".join(shown.split())
@@ -244,8 +245,22 @@ def test_of_equal_splits_the_smoothest_is_taken() -> None:
 
 
 def test_neither_is_enough() -> None:
-    reasons = judge([outcome(0, 0.2), outcome(1, 0.4)]).reasons
-    assert "add servers, or loosen it" in reasons[-1]
+    little = judge([outcome(0, 0.7), outcome(1, 0.8)])
+    assert (little.pays, little.enough) == (True, True)
+    assert "add servers, or loosen it" in little.reasons[-1]
+    nothing = judge([outcome(0, 0.1), outcome(1, 0.4)])
+    assert (nothing.pays, nothing.enough) == (False, False)
+    assert judge([outcome(0, 0.9, servers=1)]).enough
+
+
+def test_far_too_few_servers(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = mixed(tmp_path / "trace.jsonl", 200, 50, 0.4)
+    assert advise(config, trace, "--servers", "2", "--json") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("2 servers cannot carry this traffic, split or not.")
+    told = answer(shown)
+    assert (told["pays"], told["enough_servers"], told["growth"]) == (False, False, [])
+    assert all(fleet["overloaded"] for fleet in told["fleets"])
 
 
 @given(st.integers(1, 200), st.floats(0, 1))
@@ -280,4 +295,4 @@ def test_a_part_is_requests_in_a_row(them: list[Row], n: int) -> None:
 def test_a_quick_answer_is_made_of_fewer_requests_the_longer_they_are() -> None:
     short = Traffic("t", (Row(0, 100, 10, None), Row(1, 100, 10, None)))
     long = Traffic("t", (Row(0, 100_000, 1000, None), Row(1, 100_000, 1000, None)))
-    assert affordable(short, 10, 64) > 2 * affordable(short, 30, 64) > affordable(long, 10, 64) >= 300
+    assert affordable(short, 10, 64) > 2 * affordable(short, 30, 64) > affordable(long, 10, 64) >= 400
