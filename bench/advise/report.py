@@ -80,8 +80,22 @@ def text(advice: Advice) -> str:
         "",
         "Assumptions",
         *_items(advice.assumptions),
+        *following(advice),
     ]
     return "\n".join(lines)
+
+
+def following(advice: Advice) -> list[str]:
+    """How to run the split, where it pays."""
+    split = advice.verdict.split
+    if not advice.verdict.pays or split is None:
+        return []
+    decode = split.fleet.servers - split.fleet.prefill
+    command = (
+        f"warmroute gateway --pd-policy cost, {split.fleet.prefill} times --prefill URL and {decode} times --decode URL; "
+        f"every engine with a KV connector and --block-size {advice.recommended.tokens}"
+    )
+    return ["", "Next", *_items([command])]
 
 
 def table(advice: Advice) -> list[str]:

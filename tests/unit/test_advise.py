@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from bench.advise.advice import affordable
 from bench.advise.errors import InputError
+from bench.advise.gpu import GPUS
 from bench.advise.splits import Fleet, Outcome, candidates
 from bench.advise.traffic import Traffic, read_trace
 from bench.advise.verdict import judge
@@ -77,6 +79,7 @@ def test_it_pays_where_long_prompts_hold_up_answers(
     for heading in ("Network", "KV capacity", "Block size", "Assumptions"):
         assert f"\n{heading}\n" in shown
     assert "step times: measured" in shown
+    assert "--pd-policy cost, 2 times --prefill URL and 1 times --decode URL" in " ".join(shown.split())
     assert "NIXL over plain TCP is for tests only" in shown
 
 
@@ -212,6 +215,18 @@ def test_without_matplotlib_the_rest_works(
     assert shown.err == "warmroute: no plot: a plot needs matplotlib: pip install 'warmroute[bench]'\n"
     assert answer(shown.out)["pays"] is False
     assert not picture.exists()
+
+
+def test_every_argument_is_in_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    document = (Path(__file__).resolve().parents[2] / "docs" / "advise.md").read_text(encoding="utf-8")
+    assert cli.main(["advise", "--help"]) == 0
+    flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    table = {
+        flag for line in document.splitlines() if line.startswith("| `--") for flag in re.findall(r"`(--[a-z-]+)", line)
+    }
+    assert flags <= table
+    assert table - flags <= {"--kv-cache-dtype"}
+    assert all(f"{name}," in document or f"{name} |" in document for name in GPUS)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
