@@ -92,8 +92,8 @@ def following(advice: Advice) -> list[str]:
         return []
     decode = split.fleet.servers - split.fleet.prefill
     command = (
-        f"warmroute gateway --pd-policy cost, {split.fleet.prefill} times --prefill URL and {decode} times --decode URL; "
-        f"every engine with a KV connector and --block-size {advice.recommended.tokens}"
+        f"warmroute gateway --pd-policy cost, {split.fleet.prefill} times --prefill URL and {decode} times --decode "
+        f"URL; every engine with a KV connector and --block-size {advice.recommended.tokens}"
     )
     return ["", "Next", *_items([command])]
 
