@@ -20,7 +20,7 @@ def arguments() -> Parser:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake JSON lines or Azure CSV")
-    source.add_argument("--from-metrics", nargs="+", metavar="URL", help="running vLLM servers")
+    source.add_argument("--from-metrics", nargs="+", metavar="URL", help="running vLLM servers, or their gateway")
     add("--model-config", type=Path, required=True, metavar="PATH", help="the model's config.json, or its directory")
     add("--gpu", required=True, metavar="NAME", help="h100, h200, ...; an unknown one lists the known")
     add("--servers", type=_positive_int, required=True, metavar="N", help="vLLM servers in all")

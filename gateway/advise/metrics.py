@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,6 +20,9 @@ from gateway.errors import UserError
 _TIMEOUT_S = 10.0
 _PROMPT = "vllm:request_prompt_tokens"
 _ANSWER = "vllm:request_generation_tokens"
+_GATEWAY = "warmroute_build_info"
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
+"""How a worker is called unless the configuration names it."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,6 @@ def read(text: str, at_s: float) -> Reading:
         if family.name in found and family.type == "histogram":
             found[family.name] = _lengths([(it.name, dict(it.labels), it.value) for it in family.samples])
     if not found[_PROMPT].buckets or not found[_ANSWER].buckets:
-        if "warmroute_build_info" in text:
-            raise ValueError("this is a warmroute gateway, which does not count lengths; name its vLLM servers instead")
         raise ValueError(f"no {_PROMPT} and {_ANSWER} in its /metrics; is it a vLLM server?")
     return Reading(at_s, found[_PROMPT], found[_ANSWER], parse_metrics(text, at_s))
 
@@ -156,23 +159,49 @@ def _grown(now: float | None, before: float | None) -> float:
 async def count(urls: Sequence[str], interval_s: float) -> Counted:
     """Look at all of them; with `interval_s`, look again so much later. Raises UserError."""
     async with aiohttp.ClientSession() as session:
-        before = await _read_all(session, urls)
+        servers = await _servers(session, urls)
+        before = await _read_all(session, servers)
         if not interval_s:
             return counted(before, None)
         await asyncio.sleep(interval_s)
-        return counted(await _read_all(session, urls), before)
+        return counted(await _read_all(session, servers), before)
+
+
+async def _servers(session: aiohttp.ClientSession, urls: Sequence[str]) -> list[str]:
+    """The same, but in the place of a warmroute gateway, which counts no lengths, its workers that answer clients."""
+
+    async def one(url: str) -> list[str]:
+        if _GATEWAY not in (await _get(session, url, "/metrics")):
+            return [url]
+        try:
+            workers = json.loads(await _get(session, url, "/health"))["workers"]
+            names = [name for name, worker in workers.items() if worker["role"] != "prefill"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"--from-metrics {url}: /health of this gateway cannot be read; name its workers") from None
+        named = [name for name in names if not _ADDRESS.fullmatch(name)]
+        if named or not names:
+            raise UserError(f"--from-metrics {url}: no addresses in this gateway's /health ({named}); name its workers")
+        return [f"http://{name}" for name in names]
+
+    found = await asyncio.gather(*map(one, urls))
+    return list(dict.fromkeys(url for some in found for url in some))
 
 
 async def _read_all(session: aiohttp.ClientSession, urls: Sequence[str]) -> list[Reading]:
     async def one(url: str) -> Reading:
-        answer = await Http(session, url, _TIMEOUT_S).get("/metrics")
-        if isinstance(answer, Fault):
-            raise UserError(f"--from-metrics {url}: {answer.sentence}")
-        if answer.status != 200:
-            raise UserError(f"--from-metrics {url}: /metrics answers with status {answer.status}")
+        text = await _get(session, url, "/metrics")
         try:
-            return read(answer.body.decode("utf-8", "replace"), time.time())
+            return read(text, time.time())
         except ValueError as exc:
             raise UserError(f"--from-metrics {url}: {exc}") from None
 
     return await asyncio.gather(*map(one, urls))
+
+
+async def _get(session: aiohttp.ClientSession, url: str, path: str) -> str:
+    answer = await Http(session, url, _TIMEOUT_S).get(path)
+    if isinstance(answer, Fault):
+        raise UserError(f"--from-metrics {url}: {answer.sentence}")
+    if answer.status != 200:
+        raise UserError(f"--from-metrics {url}: {path} answers with status {answer.status}")
+    return answer.body.decode("utf-8", "replace")

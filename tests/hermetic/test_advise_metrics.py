@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -15,16 +16,22 @@ from gateway import cli
 from tests.support.model_configs import LLAMA_70B
 from tests.support.vllm_metrics import metrics
 
+GATEWAY = 'warmroute_build_info{version="1"} 1.0\n'
+
 
 @asynccontextmanager
-async def serving(texts: Iterator[str]) -> AsyncIterator[str]:
+async def serving(texts: Iterator[str], health: dict[str, Any] | None = None) -> AsyncIterator[str]:
     """Yields the URL of a server whose `/metrics` is the next of `texts` each time."""
 
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text=next(texts))
 
+    async def tell(request: web.Request) -> web.Response:
+        return web.json_response(health)
+
     app = web.Application()
     app.router.add_get("/metrics", answer)
+    app.router.add_get("/health", tell)
     runner = web.AppRunner(app, shutdown_timeout=0.05)
     await runner.setup()
     try:
@@ -44,7 +51,7 @@ async def advise(folder: Path, *more: str) -> int:
 async def test_traffic_is_made_from_what_several_servers_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with serving(iter([metrics()])) as one, serving(iter([metrics()])) as other:
+    async with serving(iter([metrics()] * 2)) as one, serving(iter([metrics()] * 2)) as other:
         assert await advise(tmp_path, "--rate", "1", "--from-metrics", f"{one}/metrics", other) == 0
     shown = capsys.readouterr().out
     told = json.loads(shown.splitlines()[-1])
@@ -58,20 +65,37 @@ async def test_traffic_is_made_from_what_several_servers_count(
 
 
 async def test_two_readings_count_what_came_in_between(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving(iter([metrics(), metrics(times=2)])) as url:
+    async with serving(iter([metrics(), metrics(), metrics(times=2)])) as url:
         assert await advise(tmp_path, "--metrics-interval-s", "0.05", "--rate", "1", "--from-metrics", url) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert any("20 requests in the last 0 s" in line for line in told["assumptions"])
 
 
+async def test_a_gateway_stands_for_the_workers_that_answer_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(iter([metrics()] * 2)) as one, serving(iter([metrics()] * 2)) as other:
+        decoders = {url.removeprefix("http://"): {"role": role} for url, role in ((one, "both"), (other, "decode"))}
+        health = {"workers": decoders | {"127.0.0.1:1": {"role": "prefill"}}}
+        async with serving(iter([GATEWAY]), health) as gateway:
+            assert await advise(tmp_path, "--rate", "1", "--from-metrics", gateway, one) == 0
+    assumptions = json.loads(capsys.readouterr().out.splitlines()[-1])["assumptions"]
+    assert any("40 requests since the servers were started" in line for line in assumptions)
+
+
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [("hello\n", "is it a vLLM server?"), ("warmroute_build_info 1\n", "name its vLLM servers instead")],
+    ("text", "health", "why"),
+    [
+        ("hello\n", {}, "is it a vLLM server?"),
+        (GATEWAY, {"workers": {"my-gpu": {"role": "both"}}}, "no addresses in this gateway's /health (['my-gpu'])"),
+        (GATEWAY, {"workers": {}}, "name its workers"),
+        (GATEWAY, {"workers": 1}, "/health of this gateway cannot be read"),
+    ],
 )
 async def test_a_server_of_another_kind_is_one_line(
-    tmp_path: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str, health: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with serving(iter([text])) as url:
+    async with serving(iter([text] * 2), health) as url:
         assert await advise(tmp_path, "--from-metrics", url) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"warmroute: error: --from-metrics {url}: ")

@@ -74,7 +74,6 @@ def test_hits_nobody_counts_are_unknown() -> None:
     ("text", "why"),
     [
         ("", "is it a vLLM server"),
-        ("warmroute_build_info 1\n", "name its vLLM servers instead"),
         ("vllm:request_prompt_tokens 4\n", "is it a vLLM server"),
     ],
 )
