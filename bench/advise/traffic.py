@@ -94,7 +94,7 @@ class Traffic:
             return self
         if self.shared is not None:
             return replace(self, rows=self.rows[:n])
-        goal = _tokens(self.rows) / self.span_s
+        goal = _pace(self.rows)
         step = max(1, n // 4)
         starts = range(0, len(self.rows) - n + 1, step)
         best = min(starts, key=lambda start: abs(math.log(_pace(self.rows[start : start + n]) / goal)))
@@ -106,12 +106,10 @@ class Traffic:
         return replace(self, rows=_from_zero(rows), notes=(*self.notes, note))
 
 
-def _tokens(rows: Sequence[Row]) -> int:
-    return sum(row.input_tokens + row.output_tokens for row in rows)
-
-
 def _pace(rows: Sequence[Row]) -> float:
-    return _tokens(rows) / max(1e-3, rows[-1].at_s - rows[0].at_s)
+    """Tokens per second."""
+    tokens = sum(row.input_tokens + row.output_tokens for row in rows)
+    return tokens / max(1e-3, rows[-1].at_s - rows[0].at_s)
 
 
 def _from_zero(rows: Sequence[Row]) -> tuple[Row, ...]:
