@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _INCHES = (7.0, 4.5)
 _DPI = 150
@@ -37,10 +38,16 @@ def one_color(color: str) -> Any:
     return _module("colors").ListedColormap([color])
 
 
+def blank(width_inches: float, height_inches: float) -> Figure:
+    """An empty figure, which lays itself out. Raises NoPlots."""
+    figure: Figure = _module("figure").Figure(figsize=(width_inches, height_inches), layout="constrained")
+    return figure
+
+
 @contextmanager
 def drawn(path: Path, *, title: str, x: str, y: str) -> Iterator[Axes]:
     """The axes of a figure that is written to `path` afterwards (its suffix is the format). Raises NoPlots."""
-    figure = _module("figure").Figure(figsize=_INCHES, layout="constrained")
+    figure = blank(*_INCHES)
     axes = figure.subplots()
     axes.set_title(title)
     axes.set_xlabel(x)

@@ -18,6 +18,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
+    "advise": Command("gateway.advise.command:main", "does it pay to split prefill from decode for this traffic?"),
     "demo": Command("bench.demo.command:main", "a small fleet of fake engines on this machine, routed and compared"),
     "config": Command("gateway.config.command:main", "print, check or document the configuration"),
     "doctor": Command("gateway.doctor.command:main", "check what cache-aware routing needs of vLLM servers"),
