@@ -120,7 +120,7 @@ class PdConfig(_Section, frozen=True):
         NonEmpty | None,
         Meta(
             description="Where a prompt is computed: header, local, always-remote, threshold:N, isl:N,RATIO or "
-            "isl-ratio:N,RATIO; null: header in the sidecar, threshold:1024 in the gateway."
+            "isl-ratio:N,RATIO; null: header in the sidecar, cost in the gateway."
         ),
     ] = None
     no_hint: Annotated[
