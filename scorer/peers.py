@@ -1,0 +1,218 @@
+"""The third way: the prompt computed by a worker that decodes too, and holds more of it than who is to answer.
+
+NIXL moves the blocks of a prompt that somebody was asked to compute for others, and no others. So the source, who
+holds the beginning, gets the prompt as a prefill worker would, computes what it does not hold, and all that the decode
+worker lacks is pulled. It pays where the source is too busy to answer itself: one prefill step there, instead of the
+prompt's computing here or an answer in crowded steps there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from indexer import Holder, Match
+from scorer.fleet import Fleet, Worker
+from scorer.pairs import Pairs
+from scorer.policies import TIE_S
+from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer
+from scorer.remote import Choice, Remote
+from scorer.types import Candidate, PdReason, Price, RequestFacts, Role
+
+SOURCES: Final = 4
+"""So many are priced at most: those that hold the most."""
+_NOBODY: Final = frozenset({PdReason.NO_PREFILL_WORKER, PdReason.PAIR_BROKEN, PdReason.PAIR_INCOMPATIBLE})
+"""Why there are no prefill workers to choose from, which says nothing of sources."""
+_NOTHING: Final = Match()
+
+
+def hands_over(worker: Worker) -> bool | None:
+    """Whether its engine has a NIXL connector, by its own metrics; None before it was asked. vLLM holds no engine to
+    its `kv_role`: with a connector it hands over and fetches.
+    """
+    return None if worker.stats is None else worker.stats.nixl_bytes is not None
+
+
+class Peers:
+    """What `remote` decides, and the sources beside it."""
+
+    def __init__(self, fleet: Fleet, pricer: Pricer, pairs: Pairs, remote: Remote) -> None:
+        self._fleet = fleet
+        self._pricer = pricer
+        self._pairs = pairs
+        self._remote = remote
+
+    def prices_decide(self, facts: RequestFacts) -> bool:
+        """Whether nothing but `by_cost` does: neither a rule nor somebody in front of us."""
+        return self._remote.policy.by_cost and not facts.prefill_hint and facts.kv_source is None
+
+    def decide(
+        self,
+        facts: RequestFacts,
+        local: Candidate,
+        decode: Place,
+        held: Mapping[Holder, Match],
+        available: Collection[str] | None,
+        now_s: float,
+        rng: random.Random,
+    ) -> tuple[PdReason, list[Choice]]:
+        """As `Remote.decide`, and a named source is asked for the prompt if it can be. Prefill workers that are named
+        come before it; where it is of no use, all is as without it, but for the reason of a prompt that stays.
+        """
+        if facts.kv_source is None or facts.prefill_hint:
+            return self._remote.decide(facts, local, decode, held, available, now_s, rng)
+        kept = self._remote.kept_local(facts, decode[0])
+        if kept is not None:
+            return kept, []
+        named = self._named(facts, facts.kv_source, local, decode, held, available, now_s)
+        if isinstance(named, Choice):
+            return PdReason.HINT, [named]
+        if self._remote.policy.by_cost:
+            out_tokens = self._pricer.out_tokens(facts)
+            reason, choices = self.by_cost(facts, [(local, decode)], held, available, now_s, out_tokens)
+            choices = [each for each in choices if each.candidate.price.total_s < local.price.total_s - TIE_S]
+        else:
+            reason, choices = self._remote.decide(facts, local, decode, held, available, now_s, rng)
+        return (reason, choices) if choices else (named, [])
+
+    def by_cost(
+        self,
+        facts: RequestFacts,
+        locals_: Sequence[tuple[Candidate, Place]],
+        held: Mapping[Holder, Match],
+        available: Collection[str] | None,
+        now_s: float,
+        out_tokens: float,
+        waiting: float = 0.0,
+    ) -> tuple[PdReason, list[Choice]]:
+        """As `Remote.by_cost`, with the sources that may be cheaper than every local way. `waiting`: as in
+        `Pricer.local`, of those who decode.
+        """
+        reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s, out_tokens)
+        if reason is not PdReason.COST and reason not in _NOBODY:
+            return reason, []
+        more = self._choices(facts, locals_, held, available, now_s, out_tokens, waiting)
+        if not more:
+            return reason, choices
+        return PdReason.COST, sorted([*choices, *more], key=lambda choice: choice.candidate.price.total_s)
+
+    def _choices(
+        self,
+        facts: RequestFacts,
+        locals_: Sequence[tuple[Candidate, Place]],
+        held: Mapping[Holder, Match],
+        available: Collection[str] | None,
+        now_s: float,
+        out_tokens: float,
+        waiting: float,
+    ) -> list[Choice]:
+        """Who waits for blocks takes no part: what is held for others is free only when they have fetched it, and two
+        full workers would wait for each other.
+        """
+        takers = [(local, place) for local, place in locals_ if hands_over(place[0]) and not local.price.adm_s]
+        if not takers:
+            return []
+        least = min(local.cached_tokens for local, _ in takers)
+        best_s = min(local.price.total_s for local, _ in locals_)
+        out: list[Choice] = []
+        for place in self._sources(facts, held, least, available, now_s):
+            at_source, cached = self._pricer.local(facts, place, held[place[1]], now_s, waiting=waiting)
+            if at_source.adm_s:
+                continue
+            viol_s = self._viol_s(facts, place, at_source)
+            for local, decode in takers:
+                names = place[0].name, decode[0].name
+                more = cached - local.cached_tokens >= _block(place[0])
+                meeting_s = 0.0 if self._pairs.have_met(names) else self._pricer.cost.constants.first_contact_s
+                cheaper = at_source.total_s + viol_s + meeting_s + local.price.decode_s < best_s
+                if more and cheaper and names[0] != names[1] and self._pairs.allows(names, now_s):
+                    choice = self._remote.choice(facts, local, decode, place, at_source, cached, out_tokens)
+                    out.append(_dearer(choice, meeting_s, viol_s))
+        return out
+
+    def _sources(
+        self,
+        facts: RequestFacts,
+        held: Mapping[Holder, Match],
+        least_tokens: int,
+        available: Collection[str] | None,
+        now_s: float,
+    ) -> list[Place]:
+        """Those that hold the most, and more than `least_tokens`; of equals the least busy."""
+        found: list[tuple[int, int, int, Place]] = []
+        for holder, match in held.items():
+            if match.reach_tokens <= least_tokens:
+                continue
+            worker = self._fleet.workers.get(holder[0])
+            load = None if worker is None else worker.loads.get(holder[1])
+            if worker is None or load is None or worker.role is Role.PREFILL or worker.fresh_stats(now_s) is None:
+                continue
+            if hands_over(worker) and worker.serves(facts.model) and _is_there(worker, facts, available):
+                found.append((match.reach_tokens, -load.requests, -len(found), (worker, holder, load)))
+        return [each[-1] for each in heapq.nlargest(SOURCES, found)]
+
+    def _viol_s(self, facts: RequestFacts, place: Place, at_source: Price) -> float:
+        """What it costs that answers which run at the source miss their objectives by it."""
+        if all(booking.slo_tpot_s is None for booking in place[2].streaming):
+            return 0.0
+        nobodys = msgspec.structs.replace(facts, slo_ttft_s=None, slo_tpot_s=None)
+        return self._pricer.judged(nobodys, place, at_source, 0.0).viol_s
+
+    def _named(
+        self,
+        facts: RequestFacts,
+        name: str,
+        local: Candidate,
+        decode: Place,
+        held: Mapping[Holder, Match],
+        available: Collection[str] | None,
+        now_s: float,
+    ) -> Choice | PdReason:
+        """The way by the worker `name`; or why it is none. What has not been asked yet is taken at its word."""
+        worker = self._fleet.workers.get(name)
+        if (
+            worker is None
+            or worker is decode[0]
+            or worker.serves(facts.model) is False
+            or not _is_there(worker, facts, available)
+            or hands_over(worker) is False
+            or hands_over(decode[0]) is False
+        ):
+            return PdReason.SOURCE_UNUSABLE
+        names = name, decode[0].name
+        if not self._pairs.allows(names, now_s):
+            broken = self._pairs.incompatible(names) is None
+            return PdReason.PAIR_BROKEN if broken else PdReason.PAIR_INCOMPATIBLE
+        holders = [(name, rank) for rank in worker.loads]
+        holder = max(holders, key=lambda each: held.get(each, _NOTHING).reach_tokens)
+        place = worker, holder, worker.loads[holder[1]]
+        at_source, cached = self._pricer.local(facts, place, held.get(holder, _NOTHING), now_s)
+        if worker.publishes_events and facts.tokens is not None and cached - local.cached_tokens < _block(worker):
+            return PdReason.SOURCE_HOLDS_NO_MORE
+        return self._remote.choice(facts, local, decode, place, at_source, cached, self._pricer.out_tokens(facts))
+
+
+def _is_there(worker: Worker, facts: RequestFacts, available: Collection[str] | None) -> bool:
+    name = worker.name
+    return not worker.draining and name not in facts.excluded and (available is None or name in available)
+
+
+def _block(worker: Worker) -> int:
+    return worker.block_size() or USUAL_BLOCK_SIZE
+
+
+def _dearer(choice: Choice, meeting_s: float, viol_s: float) -> Choice:
+    """With the handshake of the two before the pull, and what is broken at the source."""
+    price = choice.candidate.price
+    price = msgspec.structs.replace(
+        price,
+        pull_s=price.pull_s + meeting_s,
+        ttft_s=price.ttft_s + meeting_s,
+        viol_s=price.viol_s + viol_s,
+        total_s=price.total_s + meeting_s + viol_s,
+    )
+    return msgspec.structs.replace(choice, candidate=msgspec.structs.replace(choice.candidate, price=price))
