@@ -23,6 +23,8 @@ from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer
 from scorer.remote import Choice, Remote
 from scorer.types import Candidate, PdReason, Price, RequestFacts, Role
 
+GAIN: Final = 0.1
+"""It must be so much below every local way: a crowd disperses before an answer ends, the copy made for it stays."""
 SOURCES: Final = 4
 """So many are priced at most: those that hold the most."""
 _NOBODY: Final = frozenset({PdReason.NO_PREFILL_WORKER, PdReason.PAIR_BROKEN, PdReason.PAIR_INCOMPATIBLE})
@@ -117,7 +119,7 @@ class Peers:
         if not takers:
             return []
         least = min(local.cached_tokens for local, _ in takers)
-        best_s = min(local.price.total_s for local, _ in locals_)
+        most_s = (1 - GAIN) * min(local.price.total_s for local, _ in locals_)
         out: list[Choice] = []
         for place in self._sources(facts, held, least, available, now_s):
             at_source, cached = self._pricer.local(facts, place, held[place[1]], now_s, waiting=waiting)
@@ -126,12 +128,16 @@ class Peers:
             viol_s = self._viol_s(facts, place, at_source)
             for local, decode in takers:
                 names = place[0].name, decode[0].name
-                more = cached - local.cached_tokens >= _block(place[0])
+                if names[0] == names[1] or cached - local.cached_tokens < _block(place[0]):
+                    continue
+                again_s = _again_s(local.price, decode) + _again_s(at_source, place)
                 meeting_s = 0.0 if self._pairs.have_met(names) else self._pricer.cost.constants.first_contact_s
-                cheaper = at_source.total_s + viol_s + meeting_s + local.price.decode_s < best_s
-                if more and cheaper and names[0] != names[1] and self._pairs.allows(names, now_s):
+                least_s = at_source.total_s + local.price.decode_s + local.price.displaced_s
+                if least_s + viol_s + again_s + meeting_s < most_s and self._pairs.allows(names, now_s):
                     choice = self._remote.choice(facts, local, decode, place, at_source, cached, out_tokens)
-                    out.append(_dearer(choice, meeting_s, viol_s))
+                    choice = _dearer(choice, meeting_s=meeting_s, viol_s=viol_s, again_s=again_s)
+                    if choice.candidate.price.total_s < most_s:
+                        out.append(choice)
         return out
 
     def _sources(
@@ -205,14 +211,22 @@ def _block(worker: Worker) -> int:
     return worker.block_size() or USUAL_BLOCK_SIZE
 
 
-def _dearer(choice: Choice, meeting_s: float, viol_s: float) -> Choice:
-    """With the handshake of the two before the pull, and what is broken at the source."""
+def _again_s(price: Price, place: Place) -> float:
+    """What the answers there lose when what is pushed out is computed again. A peer's way is a second copy of what the
+    fleet holds, so that cheap ones would fill all caches with the same.
+    """
+    return price.displaced_s * len(place[2].streaming)
+
+
+def _dearer(choice: Choice, *, meeting_s: float, viol_s: float, again_s: float) -> Choice:
+    """With the handshake of the two before the pull, what is broken at the source, and what is lost later."""
     price = choice.candidate.price
     price = msgspec.structs.replace(
         price,
         pull_s=price.pull_s + meeting_s,
         ttft_s=price.ttft_s + meeting_s,
         viol_s=price.viol_s + viol_s,
-        total_s=price.total_s + meeting_s + viol_s,
+        displaced_s=price.displaced_s + again_s,
+        total_s=price.total_s + meeting_s + viol_s + again_s,
     )
     return msgspec.structs.replace(choice, candidate=msgspec.structs.replace(choice.candidate, price=price))
