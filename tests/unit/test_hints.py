@@ -273,6 +273,24 @@ def test_the_engine_behind_a_pods_listener_is_the_source_and_must_be_allowed_its
     assert world.read((KV_SOURCE, "10.2.0.1:8000"), (PREFILLER, "10.2.0.1:8000")).kv_source == "10.2.0.1:8000"
 
 
+@pytest.mark.parametrize(
+    ("size", "value", "source"),
+    [
+        (1, "10.1.0.5:8003", "10.1.0.5:8003"),
+        (1, "10.1.0.5:8000", "10.1.0.5:8200"),
+        (4, "10.1.0.5:8002", "10.1.0.5:8202"),
+        (4, "10.1.0.5:7999", "10.1.0.5:7999"),
+        (4, "10.1.0.5:8004", "10.1.0.5:8004"),
+        (1, "10.1.0.5", None),
+        (1, "10.1.0.5:http", None),
+        (1, "http://10.1.0.5:8000", None),
+    ],
+)
+def test_llm_d_case_53_the_rank_of_a_source_is_told_by_its_listener(size: int, value: str, source: str | None) -> None:
+    """There a rank's own P2P port is found so, and all else is rank 0's; here its engine, and all else is an engine."""
+    assert World(size=size).read((KV_SOURCE, value)).kv_source == source
+
+
 def test_a_gateways_sources_are_those_it_knows() -> None:
     world = World(no_pod=True)
     world.apply(WorkerChange(kind=ChangeKind.ADDED, worker="d9", url="http://10.9.0.1:8000", role=Role.DECODE))
