@@ -79,7 +79,7 @@ class Peers:
             choices = [each for each in choices if each.candidate.price.total_s < local.price.total_s - TIE_S]
         else:
             reason, choices = self._remote.decide(facts, local, decode, held, available, now_s, rng)
-        return (reason, choices) if choices else (named, [])
+        return (named, []) if named is not None and not choices else (reason, choices)
 
     def by_cost(
         self,
@@ -177,12 +177,15 @@ class Peers:
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
-    ) -> Choice | PdReason:
-        """The way by the worker `name`; or why it is none. What has not been asked yet is taken at its word."""
+    ) -> Choice | PdReason | None:
+        """The way by the worker `name`; or why it is none (None: it is the very worker that decodes). Who has not been
+        asked yet is taken at the word of the one who has named it.
+        """
         worker = self._fleet.workers.get(name)
+        if worker is decode[0]:
+            return None
         if (
             worker is None
-            or worker is decode[0]
             or worker.serves(facts.model) is False
             or not _is_there(worker, facts, available)
             or hands_over(worker) is False

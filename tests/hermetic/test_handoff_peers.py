@@ -120,11 +120,11 @@ async def test_blocks_that_cannot_be_fetched_are_given_back_and_computed_here() 
         assert releases(d2) == [], "the source is not asked to fetch from itself"
 
 
-@pytest.mark.parametrize("source", ["gone", "d1"])
-async def test_a_source_that_is_none_is_named_in_the_outcome(source: str) -> None:
+async def test_a_source_that_is_none_is_named_in_the_outcome() -> None:
     async with decoder() as d1, world(PdConfig(policy="header"), d1=d1) as it:
-        told = await ask(it.http, named(it, source).url, body=COMPLETION)
-        assert (told.text, told.went) == ("right", ("local", "source_unusable"))
+        for source, reason in (("gone", "source_unusable"), ("d1", "no_hint")):
+            told = await ask(it.http, named(it, source).url, body=COMPLETION)
+            assert (told.text, told.went) == ("right", ("local", reason))
 
 
 async def test_what_must_stay_local_stays() -> None:

@@ -243,6 +243,13 @@ def test_a_decode_worker_without_a_connector_fetches_nothing() -> None:
     assert (plan.choice, plan.pd_reason) == ("local", PdReason.SOURCE_UNUSABLE)
 
 
+def test_a_request_that_goes_to_the_source_itself_is_like_any_other() -> None:
+    rig = fleet(D("d", nixl=True), D("s", nixl=True), pd_policy="header")
+    rig.hold("s", TEXT[:4000])
+    plan = rig.route(TEXT[:4000], kv_source="s")
+    assert (plan.choice, plan.chosen.decode, plan.pd_reason) == ("local", ("s", 0), PdReason.NO_HINT)
+
+
 @pytest.mark.parametrize(("why", "reason"), [(None, PdReason.PAIR_BROKEN), ("x", PdReason.PAIR_INCOMPATIBLE)])
 def test_a_named_source_of_a_bad_pair(why: str | None, reason: PdReason) -> None:
     rig = fleet(D("d", nixl=True), D("s", nixl=True, events=False), pd_policy="header")
