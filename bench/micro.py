@@ -1,5 +1,5 @@
-"""Micro-benchmarks of the served index, `PrefixIndex`, with everything on: hashing, lookups, ingest, memory, clears,
-growth.
+"""Micro-benchmarks of the served index, `PrefixIndex`, with everything on (hashing, lookups, ingest, memory, clears,
+growth), and of one decision of the planner.
 
 Times are CPU time of this thread (`time.thread_time`), medians of several rounds, because the machine is shared. Token
 ids are random, block size is 16. `python -m bench micro [--json] [--quick]`.
@@ -16,30 +16,24 @@ import statistics
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-
+from bench.decision import bench_decision
+from bench.kv_frames import BLOCK_SIZE, VOCABULARY, frame, removal, tokens
 from indexer import PrefixIndex, decode_batch
 from indexer.keys import chain, root
 
-BLOCK_SIZE = 16
-VOCABULARY = 128_000
 TARGETS: list[tuple[str, str, float]] = [
     ("lookup_2048_closed_ms", "<=", 0.4),
     ("lookup_2048_holes_ms", "<=", 0.7),
+    ("decision_64x8_8k_ms", "<=", 0.5),
     ("ingest_16_per_event_blocks_per_s", ">=", 500_000),
     ("bytes_per_entry_1m", "<=", 250),
     ("clear_100k_ms", "<=", 1.0),
     ("longest_stall_5m_ms", "<=", 80.0),
 ]
-
-
-def tokens(rng: random.Random, n: int) -> array[int]:
-    return array("I", (rng.randrange(VOCABULARY) for _ in range(n)))
 
 
 def median_s(run: Callable[[], Any], rounds: int) -> float:
@@ -49,35 +43,6 @@ def median_s(run: Callable[[], Any], rounds: int) -> float:
         run()
         times.append(time.thread_time() - start)
     return statistics.median(times)
-
-
-def frame(hashes: list[int], parent: int | None, ids: list[int], per_event: int) -> bytes:
-    """One payload as vLLM 0.32 sends it: a chain of `hashes`, `per_event` blocks in each event."""
-    events = []
-    for i in range(0, len(hashes), per_event):
-        part = hashes[i : i + per_event]
-        events.append(
-            {
-                "type": "BlockStored",
-                "block_hashes": part,
-                "parent_block_hash": parent,
-                "token_ids": ids[i * BLOCK_SIZE : (i + len(part)) * BLOCK_SIZE],
-                "block_size": BLOCK_SIZE,
-                "lora_id": None,
-                "medium": "GPU",
-                "lora_name": None,
-                "extra_keys": [None] * len(part),
-                "group_idx": 0,
-                "kv_cache_spec_kind": "full_attention",
-            }
-        )
-        parent = part[-1]
-    return msgspec.msgpack.encode([0.0, events, 0])
-
-
-def removal(hashes: list[int]) -> bytes:
-    events = [{"type": "BlockRemoved", "block_hashes": [h], "medium": "GPU", "group_idx": 0} for h in hashes]
-    return msgspec.msgpack.encode([0.0, events, 0])
 
 
 def fill(
@@ -278,6 +243,7 @@ def main(argv: Sequence[str]) -> int:
     benches: list[tuple[str, Callable[[], dict[str, float]]]] = [
         ("hashing", lambda: bench_hash(rounds)),
         ("lookup", lambda: bench_lookup(rounds, 300_000 // scale)),
+        ("decision", lambda: bench_decision(20 * rounds)),
         ("ingest", lambda: bench_ingest(3 if args.quick else 7)),
         ("memory", lambda: bench_memory(1_000_000 // scale)),
         ("clear", lambda: bench_clear(2 if args.quick else 5)),

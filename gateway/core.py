@@ -29,6 +29,7 @@ from gateway.engine.scraper import Scraper, ScrapeSettings
 from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
+from gateway.learned import LearnedFile, learned_path
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.publishing import Publishing
 from gateway.request import RequestReader, Slo
@@ -37,6 +38,7 @@ from gateway.tokens import TokenService, TokenSettings
 from indexer import PrefixIndex
 from scorer.cost import CostModel
 from scorer.fleet import Fleet
+from scorer.kind import EngineKind
 from scorer.planner import Planner
 from scorer.types import ChangeKind, EngineStats, WorkerChange
 
@@ -69,6 +71,7 @@ class Core:
             pd_policy=config.pd.policy or "local",
             optimistic_ttl_s=config.scorer.optimistic_ttl_s,
         )
+        self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)
         self.tokens = TokenService(token_settings(config), rng=self.rng)
         self.reader = RequestReader(self.fleet, self.tokens, slo(config))
         self.metrics = Metrics(config.scorer.policy)
@@ -133,6 +136,7 @@ class Core:
         self.ingest = self.publishing.ingest
 
     async def start(self) -> None:
+        self.learned.start()
         self.ingest.start()
         await self.tokens.start()
         self._tasks.append(self._loop.create_task(self._tick(), name="core tick"))
@@ -146,6 +150,7 @@ class Core:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.learned.close()
         await self.scraper.stop()
         await asyncio.to_thread(self.ingest.stop)
         await self.tokens.close()
@@ -261,9 +266,12 @@ class Core:
             self.planner.configure_worker(worker)
 
     def on_capabilities(self, worker: str, capabilities: Capabilities) -> None:
-        if worker not in self.fleet.workers:
+        known = self.fleet.workers.get(worker)
+        if known is None:
             return
         self.capabilities[worker] = capabilities
+        if self.planner.calibration.meet(worker, _kind(capabilities, known.weight)):
+            _log.warning("%s is another kind of engine than it was; what was learned of it is forgotten", worker)
         self.fleet.set_capabilities(
             worker,
             models=capabilities.models,
@@ -360,6 +368,16 @@ class Core:
 def _group(change: WorkerChange, capabilities: Capabilities | None) -> tuple[object, ...]:
     """Workers that can stand in for each other."""
     return change.role, frozenset(capabilities.models if capabilities is not None else ())
+
+
+def _kind(capabilities: Capabilities, weight: float) -> EngineKind:
+    return EngineKind(
+        model=capabilities.root or next(iter(capabilities.models), None),
+        kv_cache_dtype=capabilities.kv_cache_dtype,
+        block_size=capabilities.block_size,
+        kv_blocks=capabilities.kv_blocks,
+        weight=weight,
+    )
 
 
 def _worked(before: EngineStats, now: EngineStats) -> bool:

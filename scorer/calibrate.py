@@ -9,19 +9,26 @@ broken is no worse than none. A worker without enough samples of its own uses th
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Any
+
+import msgspec
+
+from scorer.kind import EngineKind
 
 MIN_SAMPLES = 30
 BOUND = 4.0
+MOST_FACTORS = 8192
+"""Three for each worker, one for each pair and model, with room for names that come and go."""
 _HELD_EVERY = 4
 _FORGET = 0.05
 """Weight of a new sample once there are 1 / 0.05 = 20: about the last 40 count."""
 _LOG_BOUND = math.log(BOUND)
 
 
-class Part(Enum):
+class Part(StrEnum):
     """What a factor is for. FLOOR: prefills that the floor of a step bounds; WORK: those their tokens do. STEP: decode
     steps. PULL: transfers, of a pair. OUTPUT: how long answers are, of a model.
     """
@@ -83,7 +90,7 @@ class Factor:
         """Raises ValueError for what `state` never gave."""
         try:
             log, n_samples, n_held, error, prior_error = map(float, state)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError("not the state of a factor") from None
         fits = abs(log) <= _LOG_BOUND and 0 <= n_held <= n_samples and error >= 0 and prior_error >= 0
         if not fits or not math.isfinite(n_samples + error + prior_error):
@@ -94,63 +101,107 @@ class Factor:
         return factor
 
 
-_FLEET = ""
+FLEET = ""
+"""The subject that stands for the fleet as a whole."""
 
 
 class Calibration:
-    """Factors by part and subject: a worker, a pair ("prefill>decode") or a model, and the fleet as a whole."""
+    """Factors by part and subject: a worker, a pair ("prefill>decode") or a model, and the fleet as a whole. At most
+    `MOST_FACTORS`, those learned from longest ago go first. Workers that are gone keep theirs, as one that is rolled
+    comes back; but for one that comes back as another kind of engine, all is learned anew.
+    """
 
     def __init__(self) -> None:
-        self._factors: dict[tuple[Part, str], Factor] = {}
+        self._factors: OrderedDict[tuple[Part, str], Factor] = OrderedDict()
+        self._kinds: OrderedDict[str, EngineKind] = OrderedDict()
 
     def add(self, part: Part, subject: str, predicted: float, observed: float) -> None:
-        for name in (subject, _FLEET):
+        for name in (subject, FLEET):
             factor = self._factors.get((part, name))
             if factor is None:
-                factor = self._factors[part, name] = Factor()
+                factor = self._put(part, name, Factor())
+            else:
+                self._factors.move_to_end((part, name))
             factor.add(predicted, observed)
 
     def value(self, part: Part, subject: str) -> float:
         own = self._factors.get((part, subject))
         if own is not None and own.n_samples >= MIN_SAMPLES:
             return own.value
-        fleet = self._factors.get((part, _FLEET))
+        fleet = self._factors.get((part, FLEET))
         return 1.0 if fleet is None else fleet.value
 
     def spread(self, part: Part, subject: str, default: float) -> float:
         """Mean absolute log error of the predictions."""
-        for name in (subject, _FLEET):
+        for name in (subject, FLEET):
             factor = self._factors.get((part, name))
             if factor is not None and factor.n_samples >= MIN_SAMPLES and factor.spread is not None:
                 return factor.spread
         return default
 
-    def forget(self, subject: str) -> None:
-        """The worker is gone; so are the pairs it was in."""
+    def factors(self) -> Mapping[tuple[Part, str], Factor]:
+        """All there are, the one learned from longest ago first."""
+        return self._factors
+
+    def meet(self, worker: str, kind: EngineKind) -> bool:
+        """The worker says what it is. Whether it is another kind than the one learned of, which is forgotten then."""
+        known = self._kinds.pop(worker, None)
+        self._kinds[worker] = kind
+        if len(self._kinds) > MOST_FACTORS:
+            self._kinds.popitem(last=False)
+        if known is None or known.is_like(kind):
+            return False
+        self.forget(worker)
+        return True
+
+    def forget(self, worker: str) -> None:
+        """What was learned of the worker, and of the pairs it is in; of the fleet too where that was all of it."""
         for part, name in list(self._factors):
-            if name == subject or subject in name.split(">"):
+            if part is Part.PULL:
+                is_its = name.startswith(worker + ">") or name.endswith(">" + worker)
+            else:
+                is_its = part is not Part.OUTPUT and name == worker
+            if is_its:
                 del self._factors[part, name]
+        left = {part for part, name in self._factors if name != FLEET}
+        for part in Part:
+            if part not in left:
+                self._factors.pop((part, FLEET), None)
 
-    def state(self) -> dict[str, dict[str, list[float]]]:
+    def state(self) -> dict[str, Any]:
         """JSON-ready, for `load`."""
-        out: dict[str, dict[str, list[float]]] = {}
+        factors: dict[str, dict[str, list[float]]] = {}
         for (part, name), factor in self._factors.items():
-            out.setdefault(part.value, {})[name] = factor.state()
-        return out
+            factors.setdefault(part.value, {})[name] = factor.state()
+        return {"factors": factors, "engines": {name: msgspec.to_builtins(kind) for name, kind in self._kinds.items()}}
 
-    def load(self, state: Mapping[str, Mapping[str, Iterable[Any]]]) -> int:
+    def load(self, state: Mapping[str, Any]) -> int:
         """Take over what was saved; returns how many entries could not be read and were left out."""
         bad = 0
-        for part_name, factors in state.items():
+        for name, saved in _entries(state.get("engines")):
+            try:
+                self.meet(name, msgspec.convert(saved, EngineKind))
+            except msgspec.ValidationError:
+                bad += 1
+        for part_name, factors in _entries(state.get("factors")):
             try:
                 part = Part(part_name)
-                items = list(factors.items())
-            except (ValueError, AttributeError):
+            except ValueError:
                 bad += 1
                 continue
-            for name, saved in items:
+            for name, saved in _entries(factors):
                 try:
-                    self._factors[part, str(name)] = Factor.of_state(saved)
-                except (ValueError, TypeError):
+                    self._put(part, name, Factor.of_state(saved))
+                except ValueError:
                     bad += 1
         return bad
+
+    def _put(self, part: Part, name: str, factor: Factor) -> Factor:
+        self._factors[part, name] = factor
+        if len(self._factors) > MOST_FACTORS:
+            self._factors.popitem(last=False)
+        return factor
+
+
+def _entries(value: Any) -> Iterable[tuple[str, Any]]:
+    return value.items() if isinstance(value, Mapping) else ()

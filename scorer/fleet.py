@@ -40,11 +40,6 @@ class Worker:
             return None
         return model in self.models or model in self.adapters
 
-    def fresh_stats(self, now_s: float) -> EngineStats | None:
-        """What the engine last said of itself, unless that is too old to be priced."""
-        stats = self.stats
-        return stats if stats is not None and now_s - stats.scraped_at_s <= STALE_S else None
-
     def reuse(self, prior: float) -> float:
         """Share of prompt tokens it finds in its cache: how likely a cached block is used again."""
         stats = self.stats

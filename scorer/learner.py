@@ -34,6 +34,12 @@ class Learner:
         self._calibration = calibration
         self._cost = cost
 
+    def recall(self, worker: Worker) -> None:
+        """Give the worker what is known of it, or of the fleet: after a start, or when it comes back."""
+        worker.floor_factor = self._calibration.value(Part.FLOOR, worker.name)
+        worker.work_factor = self._calibration.value(Part.WORK, worker.name)
+        worker.step_factor = self._calibration.value(Part.STEP, worker.name)
+
     def first_token(self, facts: RequestFacts, plan: Plan, trace: Trace, worker: Worker, now_s: float) -> None:
         price = plan.chosen.price
         trace.reported_s = now_s

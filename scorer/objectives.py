@@ -12,7 +12,10 @@ is not.
 """
 SPREAD = 0.15
 """Relative error of predictions before anything was learned."""
-_FAR = 30.0
+_FAR = 12.0
+"""In scales of the logistic: a share of 6e-6 is none, where hundreds of answers are asked about."""
+_SCALE = 0.5513
+"""sqrt(3) / pi: of a logistic distribution with standard deviation 1."""
 
 
 def late_share(predicted_s: float, objective_s: float | None, spread: float = SPREAD) -> float:
@@ -21,8 +24,19 @@ def late_share(predicted_s: float, objective_s: float | None, spread: float = SP
     """
     if objective_s is None:
         return 0.0
-    scale = 0.5513 * max(spread * predicted_s, 1e-4)  # sqrt(3) / pi
+    scale = _SCALE * max(spread * predicted_s, 1e-4)
     x = (predicted_s - objective_s) / scale
     if x > _FAR:
         return 1.0
     return 0.0 if x < -_FAR else 1.0 / (1.0 + math.exp(-x))
+
+
+def safe_ratio(spread: float) -> float:
+    """An objective so many times what is predicted is not missed: `late_share` is 0."""
+    return 1 + _FAR * _SCALE * spread
+
+
+def relief(predicted_s: float, objective_s: float) -> float:
+    """What to take off (below 0) of what is counted for a first token that comes after its objective."""
+    over_s = predicted_s - objective_s
+    return (LATE_WORTH - 1) * over_s if over_s > 0 else 0.0

@@ -16,7 +16,8 @@ from typing import Final
 import msgspec
 
 from indexer import Holder, Match
-from scorer.fleet import Fleet, Worker
+from scorer.fleet import STALE_S, Fleet, Worker
+from scorer.objectives import VIOLATION_S
 from scorer.pairs import Pairs
 from scorer.policies import TIE_S
 from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer
@@ -74,8 +75,7 @@ class Peers:
         if isinstance(named, Choice):
             return PdReason.HINT, [named]
         if self._remote.policy.by_cost:
-            out_tokens = self._pricer.out_tokens(facts)
-            reason, choices = self.by_cost(facts, [(local, decode)], held, available, now_s, out_tokens)
+            reason, choices = self.by_cost(facts, [(local, decode)], held, available, now_s)
             choices = [each for each in choices if each.candidate.price.total_s < local.price.total_s - TIE_S]
         else:
             reason, choices = self._remote.decide(facts, local, decode, held, available, now_s, rng)
@@ -88,16 +88,12 @@ class Peers:
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
-        out_tokens: float,
-        waiting: float = 0.0,
     ) -> tuple[PdReason, list[Choice]]:
-        """As `Remote.by_cost`, with the sources that may be cheaper than every local way. `waiting`: as in
-        `Pricer.local`, of those who decode.
-        """
-        reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s, out_tokens)
+        """As `Remote.by_cost`, with the sources that are cheaper than every local way."""
+        reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s)
         if reason is not PdReason.COST and reason not in _NOBODY:
             return reason, []
-        more = self._choices(facts, locals_, held, available, now_s, out_tokens, waiting)
+        more = self._choices(facts, locals_, held, available, now_s)
         if not more:
             return reason, choices
         return PdReason.COST, sorted([*choices, *more], key=lambda choice: choice.candidate.price.total_s)
@@ -109,8 +105,6 @@ class Peers:
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
-        out_tokens: float,
-        waiting: float,
     ) -> list[Choice]:
         """Who waits for blocks takes no part: what is held for others is free only when they have fetched it, and two
         full workers would wait for each other.
@@ -119,25 +113,32 @@ class Peers:
         if not takers:
             return []
         least = min(local.cached_tokens for local, _ in takers)
+        sources = self._sources(facts, held, least, available, now_s)
+        if not sources:
+            return []
         most_s = (1 - GAIN) * min(local.price.total_s for local, _ in locals_)
+        c = self._pricer.cost.constants
+        late = [self._pricer.streams_late(facts, decode, c.pull_stall_s) for _, decode in takers]
+        priced = self._pricer.local(facts, sources, held, now_s)
         out: list[Choice] = []
-        for place in self._sources(facts, held, least, available, now_s):
-            at_source, cached = self._pricer.local(facts, place, held[place[1]], now_s, waiting=waiting)
+        for place, (at_source, cached) in zip(sources, priced, strict=True):
             if at_source.adm_s:
                 continue
             viol_s = self._viol_s(facts, place, at_source)
-            for local, decode in takers:
+            for (local, decode), streams_late in zip(takers, late, strict=True):
                 names = place[0].name, decode[0].name
                 if names[0] == names[1] or cached - local.cached_tokens < _block(place[0]):
                     continue
                 again_s = _again_s(local.price, decode) + _again_s(at_source, place)
-                meeting_s = 0.0 if self._pairs.have_met(names) else self._pricer.cost.constants.first_contact_s
-                least_s = at_source.total_s + local.price.decode_s + local.price.displaced_s
-                if least_s + viol_s + again_s + meeting_s < most_s and self._pairs.allows(names, now_s):
-                    choice = self._remote.choice(facts, local, decode, place, at_source, cached, out_tokens)
-                    choice = _dearer(choice, meeting_s=meeting_s, viol_s=viol_s, again_s=again_s)
-                    if choice.candidate.price.total_s < most_s:
-                        out.append(choice)
+                least_s = at_source.total_s + local.price.decode_s + local.price.displaced_s + viol_s + again_s
+                if least_s >= most_s or not self._pairs.allows(names, now_s):
+                    continue
+                meeting_s = 0.0 if self._pairs.have_met(names) else c.first_contact_s
+                asked = msgspec.structs.replace(at_source, ttft_s=at_source.ttft_s + meeting_s)
+                choice = self._remote.choice(facts, local, decode, place, asked, cached, streams_late)
+                choice = _dearer(choice, meeting_s=meeting_s, viol_s=viol_s, again_s=again_s)
+                if choice.candidate.price.total_s < most_s:
+                    out.append(choice)
         return out
 
     def _sources(
@@ -155,9 +156,9 @@ class Peers:
                 continue
             worker = self._fleet.workers.get(holder[0])
             load = None if worker is None else worker.loads.get(holder[1])
-            if worker is None or load is None or worker.role is Role.PREFILL or worker.fresh_stats(now_s) is None:
+            if worker is None or load is None or worker.role is Role.PREFILL or not hands_over(worker):
                 continue
-            if hands_over(worker) and worker.serves(facts.model) and _is_there(worker, facts, available):
+            if worker.serves(facts.model) and _is_there(worker, facts, available) and _is_fresh(worker, now_s):
                 found.append((match.reach_tokens, -load.requests, -len(found), (worker, holder, load)))
         return [each[-1] for each in heapq.nlargest(SOURCES, found)]
 
@@ -165,8 +166,8 @@ class Peers:
         """What it costs that answers which run at the source miss their objectives by it."""
         if all(booking.slo_tpot_s is None for booking in place[2].streaming):
             return 0.0
-        nobodys = msgspec.structs.replace(facts, slo_ttft_s=None, slo_tpot_s=None)
-        return self._pricer.judged(nobodys, place, at_source, 0.0).viol_s
+        nobodys = msgspec.structs.replace(facts, slo_tpot_s=None)
+        return VIOLATION_S * self._pricer.streams_late(nobodys, place, at_source.stall_s)
 
     def _named(
         self,
@@ -199,15 +200,19 @@ class Peers:
         holders = [(name, rank) for rank in worker.loads]
         holder = max(holders, key=lambda each: held.get(each, _NOTHING).reach_tokens)
         place = worker, holder, worker.loads[holder[1]]
-        at_source, cached = self._pricer.local(facts, place, held.get(holder, _NOTHING), now_s)
+        ((at_source, cached),) = self._pricer.local(facts, [place], held, now_s)
         if worker.publishes_events and facts.tokens is not None and cached - local.cached_tokens < _block(worker):
             return PdReason.SOURCE_HOLDS_NO_MORE
-        return self._remote.choice(facts, local, decode, place, at_source, cached, self._pricer.out_tokens(facts))
+        return self._remote.choice(facts, local, decode, place, at_source, cached, None)
 
 
 def _is_there(worker: Worker, facts: RequestFacts, available: Collection[str] | None) -> bool:
     name = worker.name
     return not worker.draining and name not in facts.excluded and (available is None or name in available)
+
+
+def _is_fresh(worker: Worker, now_s: float) -> bool:
+    return worker.stats is not None and now_s - worker.stats.scraped_at_s <= STALE_S
 
 
 def _block(worker: Worker) -> int:
@@ -222,14 +227,15 @@ def _again_s(price: Price, place: Place) -> float:
 
 
 def _dearer(choice: Choice, *, meeting_s: float, viol_s: float, again_s: float) -> Choice:
-    """With the handshake of the two before the pull, what is broken at the source, and what is lost later."""
+    """With what is broken at the source, and what is lost later; the handshake, in `ttft_s` already, as part of the
+    pull.
+    """
     price = choice.candidate.price
     price = msgspec.structs.replace(
         price,
         pull_s=price.pull_s + meeting_s,
-        ttft_s=price.ttft_s + meeting_s,
         viol_s=price.viol_s + viol_s,
         displaced_s=price.displaced_s + again_s,
-        total_s=price.total_s + meeting_s + viol_s + again_s,
+        total_s=price.total_s + viol_s + again_s,
     )
     return msgspec.structs.replace(choice, candidate=msgspec.structs.replace(choice.candidate, price=price))

@@ -24,7 +24,7 @@ from scorer.ledger import Booking
 from scorer.pairs import Names, Pairs
 from scorer.peers import Peers
 from scorer.policies import POLICIES, TIE_S, Offer, Policy
-from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer, prompts_waiting
+from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer
 from scorer.remote import BEST, Choice, Remote
 from scorer.types import Candidate, Outcome, OutcomeKind, PdReason, Plan, Price, RequestFacts, Role
 
@@ -131,12 +131,15 @@ class Planner:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def configure_worker(self, name: str) -> None:
-        """Carry what the fleet knows of a worker (names, block size, capacity) into the indexes."""
+        """Carry what the fleet knows of a worker (names, block size, capacity) into the indexes, and what was learned
+        of it into the fleet.
+        """
         worker = self.fleet.workers.get(name)
         if worker is None:
             for index in (self.index, self.approximate, self.optimistic):
                 index.remove_worker(name)
             return
+        self._learner.recall(worker)
         models = None if worker.models is None else list(worker.models)
         self.index.set_worker(name, models=models, loras=worker.adapters)
         stats = worker.stats
@@ -225,12 +228,12 @@ class Planner:
         held = {} if flight.prompt is None else self._held(flight.facts, flight.prompt, now_s)
         # What is assumed there by now is to come with this very request.
         out = self._pricer.out_tokens(flight.facts)
-        price, _ = self._pricer.local(flight.facts, place, flight.held, now_s, out_tokens=out)
+        ((price, _),) = self._pricer.local(flight.facts, [place], {place[1]: flight.held}, now_s, out_tokens=out)
         here = msgspec.structs.replace(
             flight.plan.chosen, prefill=None, peer=False, prefill_cached_tokens=0, price=price
         )
         if self._remote.prices_decide(flight.facts):
-            _, choices = self._remote.by_cost(flight.facts, [(here, place)], held, available, now_s, out)
+            _, choices = self._remote.by_cost(flight.facts, [(here, place)], held, available, now_s)
             choices = [each for each in choices if each.candidate.price.total_s < here.price.total_s - TIE_S]
         else:
             _, choices = self._remote.decide(flight.facts, here, place, held, available, now_s, rng)
@@ -276,23 +279,21 @@ class Planner:
         places = self._places(facts, available)
         held = {} if prompt is None else self._held(facts, prompt, now_s)
         out = self._pricer.out_tokens(facts)
-        waiting = prompts_waiting(places)
-        priced = [
-            self._pricer.local(facts, place, held.get(place[1], _NOTHING), now_s, out_tokens=out, waiting=waiting)
-            for place in places
-        ]
-        self._judge(facts, places, priced, out)
+        priced = self._pricer.local(facts, places, held, now_s, out_tokens=out)
+        judged = self._judge(facts, places, priced)
+        turn, turns = self._turn, self._turns
         offers = [
-            Offer(i, price.total_s, load.requests, cached, self._turn - self._turns.get(holder, -1))
+            Offer(i, price.total_s, load.requests, cached, turn - turns.get(holder, -1))
             for i, ((_, holder, load), (price, cached)) in enumerate(zip(places, priced, strict=True))
         ]
         best = self._choose(offers, rng)
-        ranked = sorted(offers, key=lambda offer: (offer.position != best.position, offer.total_s))[:CONSIDERED]
+        others = sorted((offers[i] for i in judged if i != best.position), key=lambda offer: offer.total_s)
+        ranked = [best, *others][:CONSIDERED]
         considered = tuple(_candidate(places[o.position], priced[o.position], held) for o in ranked)
         decode = places[best.position]
         if self._remote.prices_decide(facts):
             locals_ = [(c, places[o.position]) for c, o in zip(considered, ranked, strict=True)][:BEST]
-            pd_reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s, out, waiting)
+            pd_reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s)
             if choices and choices[0].candidate.price.total_s >= considered[0].price.total_s - TIE_S:
                 considered = (considered[0], *_merged(considered[1:], choices))[:CONSIDERED]
                 choices = []
@@ -315,22 +316,20 @@ class Planner:
         )
         return _Decision(plan, decode, held.get(decode[1], _NOTHING), choices[0] if choices else None)
 
-    def _judge(
-        self, facts: RequestFacts, places: list[Place], priced: list[tuple[Price, int]], out_tokens: float
-    ) -> None:
-        """Add what broken objectives cost to the best prices. The others could only become dearer, and do not come
-        back.
+    def _judge(self, facts: RequestFacts, places: list[Place], priced: list[tuple[Price, int]]) -> list[int]:
+        """Add what broken objectives cost, beginning with the best price, until nothing that is left, which could only
+        become dearer, is among the best. Positions of those that were judged.
         """
-        order = sorted(range(len(priced)), key=lambda i: priced[i][0].total_s)[:CONSIDERED]
-        for i in order:
+        order = sorted(range(len(priced)), key=lambda i: priced[i][0].total_s)
+        totals_s: list[float] = []
+        for n_judged, i in enumerate(order):
             price, cached = priced[i]
-            priced[i] = self._pricer.judged(facts, places[i], price, out_tokens), cached
-        if len(order) < len(priced):
-            dearest = max(priced[i][0].total_s for i in order)
-            chosen = set(order)
-            for i, (price, cached) in enumerate(priced):
-                if i not in chosen and price.total_s < dearest:
-                    priced[i] = self._pricer.judged(facts, places[i], price, out_tokens), cached
+            if n_judged >= CONSIDERED and price.total_s >= sorted(totals_s)[BEST - 1]:
+                return order[:n_judged]
+            price = self._pricer.judged(facts, places[i], price)
+            priced[i] = price, cached
+            totals_s.append(price.total_s)
+        return order
 
     def _places(self, facts: RequestFacts, available: Collection[str] | None) -> list[Place]:
         places = self.fleet.holders(facts.model, (Role.BOTH, Role.DECODE))
@@ -341,6 +340,8 @@ class Planner:
             if any(worker.models is not None for worker in workers) and not any(w.serves(facts.model) for w in workers):
                 raise ModelNotFound(facts.model, self.fleet.models())
             raise NoWorker(f"no worker that serves `{facts.model}`, and decodes, is up")
+        if available is None and not facts.excluded and facts.subset is None and facts.rank is None:
+            return places
         usable = [
             place
             for place in places

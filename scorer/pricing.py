@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from indexer import Holder, Match, PrefixIndex
 from scorer.calibrate import Calibration, Part
 from scorer.cost import CostModel
-from scorer.fleet import Worker
+from scorer.fleet import STALE_S, Worker
 from scorer.ledger import Load
-from scorer.objectives import LATE_WORTH, SPREAD, VIOLATION_S, late_share
+from scorer.objectives import SPREAD, VIOLATION_S, late_share, relief, safe_ratio
 from scorer.types import EngineStats, Price, RequestFacts
 
 Place = tuple[Worker, Holder, Load]
@@ -33,66 +33,96 @@ class Pricer:
         expected = self.cost.constants.expected_output_tokens * self._calibration.value(Part.OUTPUT, facts.model)
         return expected if facts.max_output_tokens is None else min(expected, facts.max_output_tokens)
 
-    def comp_s(self, worker: Worker, n_tokens: int, held_tokens: int) -> float:
-        return self.cost.comp_s(n_tokens, held_tokens, worker.weight, worker.floor_factor, worker.work_factor)
-
     def step_s(self, worker: Worker, streams: float, kv_tokens: float) -> float:
         return worker.step_factor * self.cost.step_s(streams, kv_tokens, worker.weight)
 
     def local(
         self,
         facts: RequestFacts,
-        place: Place,
-        match: Match,
+        places: Sequence[Place],
+        held: Mapping[Holder, Match],
         now_s: float,
         *,
         out_tokens: float = 0.0,
-        waiting: float = 0.0,
-    ) -> tuple[Price, int]:
-        """(price of the whole request there, tokens that need not be computed). Without `out_tokens` only the prompt is
-        priced. `waiting` prompts there are for each worker that could take them: computing is shared by all of these,
-        wherever they are, so that each second of it is a second to so many. Broken objectives are not in it: see
-        `judged`.
+    ) -> list[tuple[Price, int]]:
+        """For each place: (price of the whole request there, tokens that need not be computed). Without `out_tokens`
+        only the prompt is priced. Computing is shared by the prompts that wait at any of the places, so that each
+        second of it is a second to so many. Broken objectives are not in it: see `judged`.
         """
-        worker, holder, load = place
-        cost = self.cost
+        c, index = self.cost.constants, self._index
         n = facts.prompt_tokens
-        block_size = worker.block_size() or USUAL_BLOCK_SIZE
-        cached = min(match.reach_tokens, (max(n, 1) - 1) // block_size * block_size)
-        gpu = min(match.gpu_tokens, cached)
-        cpu = max(0, min(match.cpu_tokens, cached) - gpu)
-        front_s = cost.front_s(n)
-        comp_s = self.comp_s(worker, n, cached)
-        stats = worker.fresh_stats(now_s)
-        wait_s = load.prefill_backlog_s(now_s) + self._foreign_wait_s(worker, stats)
-        new_blocks = (n + out_tokens - gpu) / block_size
-        # What is cached and not in use is free memory, and is taken too.
-        adm_s = self._admission_s(worker, stats, load, n / block_size, block_size)
-        load_s = cost.load_s(cpu, cached - gpu - cpu)
-        streams = len(load.streaming)
-        # A prefill replaces the decode steps that would have run meanwhile.
-        stall_s = comp_s - self.step_s(worker, max(1, streams), load.kv_tokens)
-        stall_s = max(stall_s, worker.work_factor * cost.work_s(n, cached) / worker.weight)
-        harm_s = streams * stall_s
-        ttft_s = front_s + wait_s + adm_s + load_s + comp_s
-        decode_s = out_tokens * self.step_s(worker, streams + 1, load.kv_tokens + n) if out_tokens else 0.0
-        queue_s = waiting * comp_s if facts.slo_ttft_s is None else 0.0
-        displaced_s = self._displaced_s(worker, holder, new_blocks, block_size)
-        price = Price(
-            front_s=front_s,
-            wait_s=wait_s,
-            adm_s=adm_s,
-            load_s=load_s,
-            comp_s=comp_s,
-            ttft_s=ttft_s,
-            stall_s=stall_s,
-            harm_s=harm_s,
-            decode_s=decode_s,
-            queue_s=queue_s,
-            displaced_s=displaced_s,
-            total_s=ttft_s + harm_s + decode_s + queue_s + displaced_s,
-        )
-        return price, cached
+        squared = n * n
+        slo_ttft_s = facts.slo_ttft_s
+        front_s = self.cost.front_s(n)
+        waiting = _prompts_waiting(places) if facts.slo_ttft_s is None else 0.0
+        fixed_s, per_stream_s, per_kv_token_s = c.step_base_s, c.step_per_stream_s, c.step_per_kv_token_s
+        priced: list[tuple[Price, int]] = []
+        for worker, holder, load in places:
+            stats = worker.stats
+            block_size = USUAL_BLOCK_SIZE if stats is None or stats.block_size is None else stats.block_size
+            cached = gpu = 0
+            load_s = 0.0
+            match = held.get(holder)
+            if match is not None:
+                most = (n - 1) // block_size * block_size if n else 0
+                cached = match.reach_tokens if match.reach_tokens < most else most
+                gpu = match.gpu_tokens if match.gpu_tokens < cached else cached
+                if gpu < cached:
+                    cpu = max(0, min(match.cpu_tokens, cached) - gpu)
+                    load_s = self.cost.load_s(cpu, cached - gpu - cpu)
+            weight = worker.weight
+            work_s = c.comp_per_token_s * (n - cached) + c.comp_per_attention_s * (squared - cached * cached) / 2
+            work_s = worker.work_factor * work_s / weight
+            comp_s = worker.floor_factor * c.comp_floor_s / weight
+            if work_s > comp_s:
+                comp_s = work_s
+            wait_s = load.prefill_backlog_s(now_s) if load.prefills else 0.0
+            adm_s = displaced_s = 0.0
+            if stats is not None:
+                if now_s - stats.scraped_at_s <= STALE_S:
+                    if stats.waiting:
+                        wait_s += self._foreign_wait_s(worker, stats)
+                    # What is cached and not in use is free memory, and is taken too.
+                    adm_s = self._admission_s(worker, stats, load, n / block_size, block_size)
+                if stats.kv_blocks:
+                    room = stats.kv_blocks / len(worker.loads) - index.resident_blocks(*holder)
+                    pushed = (n + out_tokens - gpu) / block_size - (room if room > 0 else 0.0)
+                    if pushed > 0:
+                        again_s = worker.work_factor * c.comp_per_token_s / weight
+                        displaced_s = pushed * block_size * again_s * worker.reuse(c.reuse)
+            streams, kv_tokens = len(load.streaming), load.kv_tokens
+            harm_s = 0.0
+            # A prefill replaces the decode steps that would have run meanwhile.
+            step_s = fixed_s + per_stream_s * (streams or 1) + per_kv_token_s * kv_tokens
+            stall_s = comp_s - worker.step_factor * step_s / weight
+            if stall_s < work_s:
+                stall_s = work_s
+            if streams:
+                harm_s = streams * stall_s
+            decode_s = 0.0
+            if out_tokens:
+                step_s = fixed_s + per_stream_s * (streams + 1) + per_kv_token_s * (kv_tokens + n)
+                decode_s = out_tokens * worker.step_factor * step_s / weight
+            queue_s = waiting * comp_s
+            ttft_s = front_s + wait_s + adm_s + load_s + comp_s
+            relief_s = 0.0 if slo_ttft_s is None else relief(ttft_s, slo_ttft_s)
+            price = Price(
+                front_s=front_s,
+                wait_s=wait_s,
+                adm_s=adm_s,
+                load_s=load_s,
+                comp_s=comp_s,
+                ttft_s=ttft_s,
+                stall_s=stall_s,
+                harm_s=harm_s,
+                decode_s=decode_s,
+                queue_s=queue_s,
+                displaced_s=displaced_s,
+                viol_s=relief_s,
+                total_s=ttft_s + harm_s + decode_s + queue_s + displaced_s + relief_s,
+            )
+            priced.append((price, cached))
+        return priced
 
     def remote(
         self, facts: RequestFacts, decode: Place, prefill: str, at_decode: Price, at_prefill: Price, held_tokens: int
@@ -111,6 +141,7 @@ class Pricer:
         ttft_s = at_prefill.ttft_s + c.hop_s + at_decode.front_s + wait_s + at_decode.adm_s + pull_s + step_s
         harm_s = at_prefill.harm_s + streams * c.pull_stall_s
         displaced_s = at_decode.displaced_s + at_prefill.displaced_s
+        relief_s = 0.0 if facts.slo_ttft_s is None else relief(ttft_s, facts.slo_ttft_s)
         return Price(
             front_s=at_prefill.front_s + at_decode.front_s,
             wait_s=at_prefill.wait_s + wait_s,
@@ -126,52 +157,49 @@ class Pricer:
             decode_s=at_decode.decode_s,
             queue_s=at_prefill.queue_s,
             displaced_s=displaced_s,
-            total_s=ttft_s + harm_s + at_decode.decode_s + at_prefill.queue_s + displaced_s,
+            viol_s=relief_s,
+            total_s=ttft_s + harm_s + at_decode.decode_s + at_prefill.queue_s + displaced_s + relief_s,
         )
 
-    def judged(self, facts: RequestFacts, decode: Place, price: Price, out_tokens: float) -> Price:
-        """The price with what it costs that objectives are broken."""
-        if facts.slo_ttft_s is None and facts.slo_tpot_s is None and not decode[2].streaming:
+    def judged(self, facts: RequestFacts, decode: Place, price: Price, streams_late: float | None = None) -> Price:
+        """The price with what it costs that objectives are broken: never less than without. `streams_late` is
+        `streams_late(...)`, where that is known already.
+        """
+        late = self.streams_late(facts, decode, price.stall_s) if streams_late is None else streams_late
+        if facts.slo_ttft_s is not None:
+            late += late_share(price.ttft_s, facts.slo_ttft_s, self._spread(decode[0]))
+        if late <= 0:
             return price
-        viol_s = self._viol_s(facts, decode, price, out_tokens)
-        if facts.slo_ttft_s is not None and price.ttft_s > facts.slo_ttft_s:
-            viol_s -= (1 - LATE_WORTH) * (price.ttft_s - facts.slo_ttft_s)
-        return msgspec.structs.replace(price, viol_s=viol_s, total_s=price.total_s + viol_s) if viol_s else price
+        viol_s = VIOLATION_S * late
+        return msgspec.structs.replace(price, viol_s=price.viol_s + viol_s, total_s=price.total_s + viol_s)
 
-    def _viol_s(self, facts: RequestFacts, decode: Place, price: Price, out_tokens: float) -> float:
-        """What the objectives cost that it is predicted to break: its own, and those of the streams beside it."""
+    def streams_late(self, facts: RequestFacts, decode: Place, stall_s: float) -> float:
+        """How many of the answers, the request's own and those beside it, are thought to break their TPOT for it."""
         worker, _, load = decode
-        spread = self._calibration.spread(Part.WORK, worker.name, SPREAD)
-        late = late_share(price.ttft_s, facts.slo_ttft_s, spread)
+        own_s = facts.slo_tpot_s
+        if own_s is None and not load.streaming:
+            return 0.0
+        spread = self._spread(worker)
         streams = len(load.streaming)
-        if facts.slo_tpot_s is not None or streams:
-            before_s = self.step_s(worker, max(1, streams), load.kv_tokens)
-            after_s = self.step_s(worker, streams + 1, load.kv_tokens + facts.prompt_tokens)
-            late += late_share(after_s, facts.slo_tpot_s, spread)
-            for booking in load.streaming:
-                if booking.slo_tpot_s is not None:
-                    lost_s = booking.stalled_s / booking.out_tokens
-                    then_s = after_s + lost_s + price.stall_s / booking.out_tokens
-                    late += late_share(then_s, booking.slo_tpot_s, spread)
-                    late -= late_share(before_s + lost_s, booking.slo_tpot_s, spread)
-        return VIOLATION_S * max(0.0, late)
+        before_s = self.step_s(worker, max(1, streams), load.kv_tokens)
+        after_s = self.step_s(worker, streams + 1, load.kv_tokens + facts.prompt_tokens)
+        late = late_share(after_s, own_s, spread)
+        safe = safe_ratio(spread)
+        for booking in load.streaming:
+            objective_s = booking.slo_tpot_s
+            if objective_s is not None:
+                lost_s = booking.stalled_s / booking.out_tokens
+                then_s = after_s + lost_s + stall_s / booking.out_tokens
+                if then_s * safe > objective_s:
+                    late += late_share(then_s, objective_s, spread) - late_share(before_s + lost_s, objective_s, spread)
+        return late if late > 0 else 0.0
 
-    def _displaced_s(self, worker: Worker, holder: Holder, new_blocks: float, block_size: int) -> float:
-        """Cached blocks that new ones push out, at what it takes to compute those again that will be asked for."""
-        stats = worker.stats
-        if stats is None or not stats.kv_blocks:
-            return 0.0
-        room = stats.kv_blocks / len(worker.loads) - self._index.resident_blocks(*holder)
-        pushed = new_blocks - max(0.0, room)
-        if pushed <= 0:
-            return 0.0
-        c = self.cost.constants
-        again_s = worker.work_factor * c.comp_per_token_s / worker.weight
-        return pushed * block_size * again_s * worker.reuse(c.reuse)
+    def _spread(self, worker: Worker) -> float:
+        return self._calibration.spread(Part.WORK, worker.name, SPREAD)
 
-    def _foreign_wait_s(self, worker: Worker, stats: EngineStats | None) -> float:
+    def _foreign_wait_s(self, worker: Worker, stats: EngineStats) -> float:
         """Requests that wait in the worker's own queue and are not ours, at its mean prefill time."""
-        if stats is None or stats.waiting is None:
+        if stats.waiting is None:
             return 0.0
         own = sum(len(load.prefills) for load in worker.loads.values())
         foreign = stats.waiting - own
@@ -183,10 +211,10 @@ class Pricer:
         return foreign / len(worker.loads) * mean_s
 
     def _admission_s(
-        self, worker: Worker, stats: EngineStats | None, load: Load, needed_blocks: float, block_size: int
+        self, worker: Worker, stats: EngineStats, load: Load, needed_blocks: float, block_size: int
     ) -> float:
         """Until enough KV blocks are free: what is missing, at the rate at which running answers give theirs back."""
-        if stats is None or stats.kv_usage is None or not stats.kv_blocks:
+        if stats.kv_usage is None or not stats.kv_blocks:
             return 0.0
         used = max(stats.kv_usage * stats.kv_blocks, load.kv_tokens / block_size)  # The figure is up to a second old.
         missing = needed_blocks - (stats.kv_blocks - used)
@@ -202,6 +230,6 @@ def pair_name(prefill: str, decode: str) -> str:
     return f"{prefill}>{decode}"
 
 
-def prompts_waiting(places: Sequence[Place]) -> float:
+def _prompts_waiting(places: Sequence[Place]) -> float:
     """Prompts booked and not computed yet, for each of the ranks."""
     return sum(len(load.prefills) for _, _, load in places) / len(places) if places else 0.0

@@ -16,7 +16,7 @@ from indexer import Holder, Match
 from scorer.disaggregation import PdPolicy
 from scorer.fleet import Fleet, Worker
 from scorer.pairs import Pairs
-from scorer.pricing import Place, Pricer, prompts_waiting
+from scorer.pricing import Place, Pricer
 from scorer.types import Candidate, PdReason, Price, RequestFacts, Role, TokenSource
 
 NEAR = 1.1
@@ -25,7 +25,6 @@ would else take the same one.
 """
 BEST = 4
 """So many prefill workers, and so many decode workers, are paired."""
-_NOTHING = Match()
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -79,7 +78,6 @@ class Remote:
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
-        out_tokens: float,
     ) -> tuple[PdReason, list[Choice]]:
         """Pairs of the given decode workers and the best prefill workers, the cheapest first; or why there are none.
         `PdReason.COST`: the prices decide.
@@ -87,7 +85,7 @@ class Remote:
         kept = self.kept_local(facts, locals_[0][1][0])
         if kept is not None:
             return kept, []
-        choices, nobody = self._choices(facts, locals_, held, available, now_s, out_tokens)
+        choices, nobody = self._choices(facts, locals_, held, available, now_s, by_cost=True)
         if nobody is not None:
             return nobody, []
         return PdReason.COST, sorted(choices, key=lambda choice: choice.candidate.price.total_s)
@@ -114,24 +112,25 @@ class Remote:
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
-        out_tokens: float | None = None,
+        *,
+        by_cost: bool = False,
     ) -> tuple[list[Choice], PdReason | None]:
-        """The pairs there are, or why there is none. `out_tokens` None: by a rule, all prefill workers are wanted."""
+        """The pairs there are, or why there is none. By a rule, all prefill workers are wanted."""
         places = self._places(facts, available)
-        waiting = prompts_waiting(places)
         priced = [
-            (place, *self._pricer.local(facts, place, held.get(place[1], _NOTHING), now_s, waiting=waiting))
-            for place in places
+            (place, *each) for place, each in zip(places, self._pricer.local(facts, places, held, now_s), strict=True)
         ]
-        if out_tokens is not None:
+        if by_cost:
             priced = sorted(priced, key=lambda each: each[1].total_s)[:BEST]
+        stall_s = self._pricer.cost.constants.pull_stall_s
+        late = [self._pricer.streams_late(facts, decode, stall_s) if by_cost else None for _, decode in locals_]
         out: list[Choice] = []
         why = PdReason.NO_PREFILL_WORKER
         for place, price, cached in priced:
-            for local, decode in locals_:
+            for (local, decode), streams_late in zip(locals_, late, strict=True):
                 names = (place[0].name, decode[0].name)
                 if self.pairs.allows(names, now_s):
-                    out.append(self.choice(facts, local, decode, place, price, cached, out_tokens))
+                    out.append(self.choice(facts, local, decode, place, price, cached, streams_late))
                 elif why is not PdReason.PAIR_BROKEN:
                     broken = self.pairs.incompatible(names) is None
                     why = PdReason.PAIR_BROKEN if broken else PdReason.PAIR_INCOMPATIBLE
@@ -162,12 +161,14 @@ class Remote:
         place: Place,
         at_prefill: Price,
         cached_tokens: int,
-        out_tokens: float | None,
+        streams_late: float | None,
     ) -> Choice:
-        """`place` computes the prompt, at the price `at_prefill`, for the local way `local` of `decode`."""
+        """`place` computes the prompt, at the price `at_prefill`, for the local way `local` of `decode`. `streams_late`
+        as in `Pricer.judged`; None: broken objectives are not counted.
+        """
         price = self._pricer.remote(facts, decode, place[0].name, local.price, at_prefill, local.cached_tokens)
-        if out_tokens is not None:
-            price = self._pricer.judged(facts, decode, price, out_tokens)
+        if streams_late is not None:
+            price = self._pricer.judged(facts, decode, price, streams_late)
         candidate = msgspec.structs.replace(
             local,
             prefill=place[1],

@@ -214,6 +214,18 @@ class ScorerConfig(_Section, frozen=True):
     ] = None
 
 
+class LearningConfig(_Section, frozen=True):
+    """Factors on predicted seconds, learned from what is seen."""
+
+    file: Annotated[
+        NonEmpty | None,
+        Meta(
+            description="File that keeps them over a restart, of this process alone, in a folder that is there; null: "
+            "learned.json in the folder systemd gives (StateDirectory=), else they are lost."
+        ),
+    ] = None
+
+
 class TokensConfig(_Section, frozen=True):
     """Text to token ids."""
 
@@ -275,6 +287,7 @@ class Config(_Section, frozen=True):
     events: EventsConfig = EventsConfig()
     index: IndexConfig = IndexConfig()
     scorer: ScorerConfig = ScorerConfig()
+    learning: LearningConfig = LearningConfig()
     pd: PdConfig = PdConfig()
     tokens: TokensConfig = TokensConfig()
     health: HealthConfig = HealthConfig()

@@ -17,6 +17,7 @@ from gateway.debug.cache import cache
 from gateway.debug.explain import explain
 from gateway.debug.gauges import FleetGauges
 from gateway.debug.health import degradations, health, is_usable
+from gateway.debug.learned import learned
 from gateway.proxy import errors
 from gateway.proxy.access import AccessLog
 from gateway.proxy.body import read_body
@@ -56,6 +57,7 @@ class Faces:
             "/debug/cache": _read_only(self._cache),
             "/debug/config": _read_only(self._config),
             "/debug/explain": self._explain,
+            "/debug/learned": _read_only(self._learned),
         }
 
     def _health(self, request: web.BaseRequest) -> web.Response:
@@ -86,6 +88,9 @@ class Faces:
 
     def _config(self, request: web.BaseRequest) -> web.Response:
         return json_response(_indented(masked(msgspec.to_builtins(self._core.config))))
+
+    def _learned(self, request: web.BaseRequest) -> web.Response:
+        return json_response(_indented(learned(self._core)))
 
     async def _explain(self, request: web.BaseRequest) -> web.Response:
         if request.method != "POST":

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from gateway.core import Core
 from gateway.debug.health import DEGRADATIONS, degradations, is_ready
+from gateway.debug.learned import factors_in_force
 from gateway.engine.feed import FeedStatus
 from gateway.proxy.access import AccessLog
 from scorer.fleet import Worker
@@ -67,6 +68,15 @@ class FleetGauges(Collector):
             for worker in workers:
                 family.add_metric([worker.name], read(worker))
             yield family
+        factors = GaugeMetricFamily(
+            "warmroute_learned_factor",
+            "What its prefills (floor, work) and decode steps take, relative to the constants.",
+            labels=["part", "worker"],
+        )
+        for worker in workers:
+            for part, factor in factors_in_force(worker).items():
+                factors.add_metric([part, worker.name], factor)
+        yield factors
         available = GaugeMetricFamily(
             "warmroute_worker_available", "Whether requests may go there now.", labels=["worker"]
         )

@@ -42,6 +42,7 @@ DEGRADATIONS = (
     "replay_missing",
     "tokens_estimated",
     "tokens_by_engine",
+    "learning_not_kept",
 )
 
 
@@ -99,6 +100,8 @@ def degradations(core: Core) -> list[Degradation]:
     """Everything that is not as it should be, by name."""
     problems = [d.problem for d in core.discoveries if d.problem is not None] + core.ended_discoveries
     found = [Degradation(what="discovery", detail=problem) for problem in problems]
+    if core.learned.problem is not None:
+        found.append(Degradation(what="learning_not_kept", detail=core.learned.problem))
     if not core.fleet.workers:
         return [*found, Degradation(what="no_workers", detail="no worker is configured or discovered")]
     return [*found, *_of_workers(core), *_of_pairs(core), *_of_events(core), *_of_tokens(core)]

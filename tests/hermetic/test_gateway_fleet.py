@@ -1,19 +1,16 @@
 """The gateway in front of fake engines, as an OpenAI client sees it."""
 
 import asyncio
-import os
 import re
 import signal
-import socket
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
 from gateway.engine.health import State
+from tests.support.command import Command
 from tests.support.gateway_world import Fleet, engine, until
 
 # Long enough for its prefill to cost more than a step with nothing but its last token in it.
@@ -222,6 +219,7 @@ METRICS = {
     "index_evicted_blocks",
     "index_lookups",
     "index_orphan_blocks",
+    "learned_factor",
     "overhead_seconds",
     "pd_decisions",
     "pd_decode_first_byte_seconds",
@@ -284,47 +282,15 @@ async def test_metrics_follow_requests(fleet: Fleet) -> None:
     assert "warmroute_requests_in_flight 0.0" in text
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 async def test_the_command_serves_and_drains_on_sigterm(fleet: Fleet) -> None:
-    port, admin_port = free_port(), free_port()
-    urls = ",".join(server.url for server in fleet.engines.values())
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway", "gateway", "--gateway-host", "127.0.0.1", "--gateway-port", str(port),
-        "--gateway-admin-port", str(admin_port), "--workers", urls,
-        stderr=asyncio.subprocess.PIPE, env={k: v for k, v in os.environ.items() if not k.startswith("WARMROUTE_")},
-    )  # fmt: skip
-    assert process.stderr is not None
-    try:
-        base = f"http://127.0.0.1:{port}"
-        async with asyncio.timeout(20):
-            while True:
-                try:
-                    async with fleet.http.get(base + "/readyz") as ready:
-                        if ready.status == 200:
-                            break
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.05)
+    async with Command("gateway", "--workers", ",".join(server.url for server in fleet.engines.values())) as gateway:
         for server in fleet.engines.values():
             server.faults.headers_delay_s = 0.5
         body = {"model": "tiny", "prompt": "x", "max_tokens": 3}
-        running = asyncio.create_task(fleet.post(base + "/v1/completions", body))
+        running = asyncio.create_task(fleet.post(gateway.url + "/v1/completions", body))
         await until(lambda: any(server.drivers[0].engine for server in fleet.engines.values()))
         await asyncio.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
+        gateway.process.send_signal(signal.SIGTERM)
         status, _, _ = await asyncio.wait_for(running, 10)
         assert status == 200
-        assert await asyncio.wait_for(process.wait(), 10) == 0
-        log = (await process.stderr.read()).decode()
-        assert " POST /v1/completions 200 " in log
-        assert "Traceback" not in log
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        assert " POST /v1/completions 200 " in await gateway.stopped()

@@ -2,12 +2,9 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -15,6 +12,7 @@ from bench.engine.server import FakeVllm
 from gateway.config import Config
 from gateway.config.schema import Worker
 from gateway.sidecar.run import Sidecar
+from tests.support.command import Command
 from tests.support.gateway_world import engine, until
 from tests.support.proxy_world import Call, Stub
 from tests.support.sidecar_world import Pod, free_port, sidecar_config
@@ -206,33 +204,14 @@ async def test_admin_controls_reach_the_pods_own_engines_only() -> None:
 
 
 async def test_drain_lets_what_runs_end() -> None:
-    async with FakeVllm(engine()) as fake:
-        port = free_port()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway", "sidecar", "--engine", fake.url, "--host", "127.0.0.1",
-            "--port", str(port), "--sidecar-admin-port", str(free_port()),
-            stderr=asyncio.subprocess.PIPE, env={k: v for k, v in os.environ.items() if not k.startswith("WARMROUTE_")},
-        )  # fmt: skip
-        assert process.stderr is not None
-        try:
-            async with aiohttp.ClientSession() as http:
-                async with asyncio.timeout(20):
-                    while not await _is_ready(http, f"http://127.0.0.1:{port}/readyz"):  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
-                fake.faults.headers_delay_s = 1.0
-                body = {"model": "tiny", "prompt": "x", "max_tokens": 3}
-                running = asyncio.create_task(_post(http, f"http://127.0.0.1:{port}/v1/completions", body))
-                await until(lambda: fake.requests)
-                process.send_signal(signal.SIGTERM)
-                assert await asyncio.wait_for(running, 10) == 200
-                assert await asyncio.wait_for(process.wait(), 10) == 0
-            log = (await process.stderr.read()).decode()
-            assert f"serving on http://127.0.0.1:{port}" in log
-            assert "Traceback" not in log
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    async with FakeVllm(engine()) as fake, Command("sidecar", "--engine", fake.url) as sidecar:
+        fake.faults.headers_delay_s = 1.0
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 3}
+        running = asyncio.create_task(_post(sidecar.http, sidecar.url + "/v1/completions", body))
+        await until(lambda: fake.requests)
+        sidecar.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(running, 10) == 200
+        assert f"serving on {sidecar.url}" in await sidecar.stopped()
 
 
 async def test_a_taken_port_leaves_nothing_open() -> None:
@@ -253,14 +232,6 @@ def _held(pod: Pod) -> int:
 async def _told(response: Any) -> Any:
     text = await response.text()
     return json.loads(text) if text.startswith(("{", "[")) else text
-
-
-async def _is_ready(http: Any, url: str) -> bool:
-    try:
-        async with http.get(url) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 async def _post(http: Any, url: str, body: Any) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer import Prompt
+from scorer.objectives import VIOLATION_S
 from scorer.peers import GAIN, hands_over
 from scorer.types import PdReason
 from tests.support.fleets import BLOCK, Rig, W, fleet, prompt
@@ -61,34 +63,25 @@ def cheapest_peer_s(rig: Rig, n_tokens: int, out_tokens: int) -> float | None:
     locals_ = {c.decode: c for c in plan.considered if c.prefill is None}
     assert len(locals_) == len(rig.planner.fleet.workers)
     pricer, fleet_ = rig.planner._pricer, rig.planner.fleet
-    held = rig.index.match(_prompt(rig, n_tokens), model="m")
+    c = rig.planner.cost.constants
+    held = rig.index.match(Prompt(facts.tokens or b""), model="m")
     places = {holder: (fleet_.workers[holder[0]], holder, fleet_.workers[holder[0]].loads[0]) for holder in locals_}
-    waiting = sum(len(load.prefills) for _, _, load in places.values()) / len(places)
     best: float | None = None
-    for source in places:
+    for source, place in places.items():
         for decode, local in locals_.items():
-            if source == decode or not (hands_over(places[source][0]) and hands_over(places[decode][0])):
+            taker = places[decode]
+            if source == decode or source not in held or not (hands_over(place[0]) and hands_over(taker[0])):
                 continue
-            if source not in held:
-                continue
-            there, cached = pricer.local(facts, places[source], held[source], rig.now_s, waiting=waiting)
+            ((there, cached),) = pricer.local(facts, [place], held, rig.now_s)
             if cached - local.cached_tokens < BLOCK or there.adm_s or local.price.adm_s:
                 continue
-            price = pricer.remote(facts, places[decode], source[0], local.price, there, local.cached_tokens)
-            price = pricer.judged(facts, places[decode], price, pricer.out_tokens(facts))
-            broken = pricer.judged(facts, places[source], there, 0.0)
-            again_s = (
-                local.price.displaced_s * places[decode][2].streams + there.displaced_s * places[source][2].streams
-            )
-            total_s = price.total_s + broken.viol_s + again_s + rig.planner.cost.constants.first_contact_s
+            price = pricer.remote(facts, taker, source[0], local.price, there, local.cached_tokens)
+            price = pricer.judged(facts, taker, price)
+            broken_s = VIOLATION_S * pricer.streams_late(facts, place, there.stall_s)
+            again_s = local.price.displaced_s * taker[2].streams + there.displaced_s * place[2].streams
+            total_s = price.total_s + broken_s + again_s + c.first_contact_s
             best = total_s if best is None else min(best, total_s)
     return best
-
-
-def _prompt(rig: Rig, n_tokens: int):  # type: ignore[no-untyped-def]
-    from scorer.planner import _prompt as made
-
-    return made(rig.facts(TEXT[:n_tokens]))
 
 
 @given(STATES, st.sampled_from([1000, 16_000, 30_000]), st.sampled_from([1, 256]))
