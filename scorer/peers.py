@@ -134,9 +134,8 @@ class Peers:
                 if least_s >= most_s or not self._pairs.allows(names, now_s):
                     continue
                 meeting_s = 0.0 if self._pairs.have_met(names) else c.first_contact_s
-                asked = msgspec.structs.replace(at_source, ttft_s=at_source.ttft_s + meeting_s)
-                choice = self._remote.choice(facts, local, decode, place, asked, cached, streams_late)
-                choice = _dearer(choice, meeting_s=meeting_s, viol_s=viol_s, again_s=again_s)
+                choice = self._remote.choice(facts, local, decode, place, at_source, cached, streams_late, meeting_s)
+                choice = _dearer(choice, viol_s, again_s)
                 if choice.candidate.price.total_s < most_s:
                     out.append(choice)
         return out
@@ -226,14 +225,11 @@ def _again_s(price: Price, place: Place) -> float:
     return price.displaced_s * len(place[2].streaming)
 
 
-def _dearer(choice: Choice, *, meeting_s: float, viol_s: float, again_s: float) -> Choice:
-    """With what is broken at the source, and what is lost later; the handshake, in `ttft_s` already, as part of the
-    pull.
-    """
+def _dearer(choice: Choice, viol_s: float, again_s: float) -> Choice:
+    """With what is broken at the source, and what is lost later."""
     price = choice.candidate.price
     price = msgspec.structs.replace(
         price,
-        pull_s=price.pull_s + meeting_s,
         viol_s=price.viol_s + viol_s,
         displaced_s=price.displaced_s + again_s,
         total_s=price.total_s + viol_s + again_s,

@@ -162,11 +162,14 @@ class Remote:
         at_prefill: Price,
         cached_tokens: int,
         streams_late: float | None,
+        meeting_s: float = 0.0,
     ) -> Choice:
         """`place` computes the prompt, at the price `at_prefill`, for the local way `local` of `decode`. `streams_late`
-        as in `Pricer.judged`; None: broken objectives are not counted.
+        as in `Pricer.judged`; None: broken objectives are not counted. `meeting_s` as in `Pricer.remote`.
         """
-        price = self._pricer.remote(facts, decode, place[0].name, local.price, at_prefill, local.cached_tokens)
+        price = self._pricer.remote(
+            facts, decode, place[0].name, local.price, at_prefill, local.cached_tokens, meeting_s
+        )
         if streams_late is not None:
             price = self._pricer.judged(facts, decode, price, streams_late)
         candidate = msgspec.structs.replace(

@@ -27,20 +27,39 @@ class State:
     kv_blocks: int
 
 
-STATES = st.lists(
-    st.builds(
-        State,
-        nixl=st.sampled_from([True, True, True, False]),
-        held=st.sampled_from([0, 1000, 15_000, 29_984, 30_000]),
-        streams=st.sampled_from([0, 1, 10, 40]),
-        kv=st.sampled_from([100, 10_000, 40_000]),
-        slo_tpot_s=st.sampled_from([None, None, 0.02]),
-        waiting=st.sampled_from([0, 0, 5]),
-        kv_blocks=st.sampled_from([2500, 100_000]),
-    ),
-    min_size=1,
-    max_size=4,
+ANY = st.builds(
+    State,
+    nixl=st.sampled_from([True, True, True, False]),
+    held=st.sampled_from([0, 1000, 15_000, 29_984, 30_000]),
+    streams=st.sampled_from([0, 1, 10, 40]),
+    kv=st.sampled_from([100, 10_000, 40_000]),
+    slo_tpot_s=st.sampled_from([None, None, 0.02]),
+    waiting=st.sampled_from([0, 0, 5]),
+    kv_blocks=st.sampled_from([2500, 100_000]),
 )
+CROWDED = st.builds(
+    State,
+    nixl=st.just(True),
+    held=st.integers(20_000, 30_000),
+    streams=st.integers(4, 16),
+    kv=st.integers(20_000, 60_000),
+    slo_tpot_s=st.sampled_from([None, None, None, 0.02]),
+    waiting=st.just(0),
+    kv_blocks=st.just(100_000),
+)
+IDLE = st.builds(
+    State,
+    nixl=st.just(True),
+    held=st.integers(0, 4000),
+    streams=st.integers(0, 2),
+    kv=st.just(1000),
+    slo_tpot_s=st.just(None),
+    waiting=st.just(0),
+    kv_blocks=st.sampled_from([1800, 100_000]),
+)
+STATES = st.lists(ANY, min_size=1, max_size=4) | st.tuples(
+    st.lists(CROWDED, min_size=1, max_size=2), st.lists(IDLE | ANY, min_size=1, max_size=2)
+).map(lambda both: both[0] + both[1])
 
 
 def build(states: list[State]) -> Rig:
@@ -84,7 +103,7 @@ def cheapest_peer_s(rig: Rig, n_tokens: int, out_tokens: int) -> float | None:
     return best
 
 
-@given(STATES, st.sampled_from([1000, 16_000, 30_000]), st.sampled_from([1, 256]))
+@given(STATES, st.sampled_from([1000, 30_000, 30_000]), st.sampled_from([1, 256, 256]))
 def test_a_peer_is_chosen_exactly_where_one_is_cheap_enough(states: list[State], n_tokens: int, out: int) -> None:
     rig = build(states)
     best_s = cheapest_peer_s(rig, n_tokens, out)

@@ -95,6 +95,31 @@ def test_what_is_pushed_out_counts_for_the_answers_beside_it() -> None:
     assert ("idle", "busy") not in ways(rig)
 
 
+def test_a_second_copy_is_dearer_by_what_answers_lose_for_it() -> None:
+    rigs = [crowded(idle=replace(IDLE, kv_blocks=blocks)) for blocks in (40_000, 2600)]
+    plans = []
+    for rig in rigs:
+        rig.hold("idle", prompt(2000, seed=5))
+        rig.answer("idle", 1, 16)
+        plans.append(rig.route(TEXT))
+    roomy, full = (plan.chosen.price for plan in plans)
+    assert {plan.choice for plan in plans} == {"peer"}
+    local = next(c.price for c in plans[1].considered if c.prefill is None and c.decode == ("idle", 0))
+    assert 0 < full.displaced_s == pytest.approx(2 * local.displaced_s)
+    assert full.total_s - roomy.total_s == pytest.approx(full.displaced_s)
+
+
+@pytest.mark.parametrize(("share", "choice"), [(-0.01, "peer"), (0.01, "local")])
+def test_it_must_be_a_tenth_cheaper(share: float, choice: str) -> None:
+    rig = crowded()
+    plan = rig.planner.explain(rig.facts(TEXT), None, rig.now_s, rig.rng)
+    local_s = min(c.price.total_s for c in plan.considered if c.prefill is None)
+    room_s = (1 - GAIN + share) * local_s - plan.chosen.price.total_s
+    cost = rig.planner.cost
+    cost.constants = msgspec.structs.replace(cost.constants, hop_s=cost.constants.hop_s + room_s)
+    assert rig.route(TEXT).choice == choice
+
+
 @pytest.mark.parametrize(
     ("busy", "idle", "facts"),
     [
@@ -108,6 +133,7 @@ def test_what_is_pushed_out_counts_for_the_answers_beside_it() -> None:
         ({"kv_usage": 1.0}, {}, {}),
         ({}, {"kv_usage": 1.0}, {}),
         ({"models": ("other",)}, {}, {}),
+        ({"asked": False}, {}, {}),
     ],
 )
 def test_it_is_no_way_where_either_cannot_or_must_not(
