@@ -1,4 +1,4 @@
-"""`python -m bench trace run|validate|targets`: fleets in simulated time, decided for by the planner and by others."""
+"""`python -m bench trace run|plot|...`: fleets in simulated time, decided for by the planner and by others."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from bench.sim.world import World
 # name -> (module with `main(args) -> int`, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("bench.trace", "one workload under one or more arms"),
+    "plot": ("bench.sim.plot", "figures: times to first token, goodput by rate, where prompts are computed"),
     "validate": ("bench.sim.validate", "the simulator against what was measured on H200"),
     "targets": ("bench.sim.targets", "the goals, measured and judged"),
 }

@@ -32,6 +32,7 @@ from gateway.handoff.pairing import Pairing
 from gateway.learned import LearnedFile, learned_path
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.publishing import Publishing
+from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
@@ -77,6 +78,7 @@ class Core:
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
+        self.recorder = Recorder()
         self.health = Health(HealthSettings(eject_after_s=config.health.eject_after_s))
         tls = client_context(config.tls)
         self.upstreams = UpstreamPool(

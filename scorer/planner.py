@@ -170,7 +170,7 @@ class Planner:
             comp_s,
             facts.prompt_tokens,
             now_s,
-            out_tokens=self._pricer.out_tokens(facts),
+            answer=self._pricer.answer(facts),
             slo_tpot_s=facts.slo_tpot_s,
         )
         decode = _Stay(worker, holder, booking)
@@ -227,7 +227,7 @@ class Planner:
         place = flight.decode.worker, flight.decode.holder, flight.decode.booking.load
         held = {} if flight.prompt is None else self._held(flight.facts, flight.prompt, now_s)
         # What is assumed there by now is to come with this very request.
-        out = self._pricer.out_tokens(flight.facts)
+        out = self._pricer.answer(flight.facts).tokens
         ((price, _),) = self._pricer.local(flight.facts, [place], {place[1]: flight.held}, now_s, out_tokens=out)
         here = msgspec.structs.replace(
             flight.plan.chosen, prefill=None, peer=False, prefill_cached_tokens=0, price=price
@@ -278,7 +278,7 @@ class Planner:
         self._settle_unannounced(now_s)
         places = self._places(facts, available)
         held = {} if prompt is None else self._held(facts, prompt, now_s)
-        out = self._pricer.out_tokens(facts)
+        out = self._pricer.answer(facts).tokens
         priced = self._pricer.local(facts, places, held, now_s, out_tokens=out)
         judged = self._judge(facts, places, priced)
         turn, turns = self._turn, self._turns

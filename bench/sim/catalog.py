@@ -63,7 +63,17 @@ def mooncake_full(options: Options) -> Cell:
 
 def azure(options: Options) -> Cell:
     """Azure's conversation lengths on 4 H100 (8B), as whole servers or, with --prefill and --decode, apart."""
-    rows = _rows(options, read_azure, like_azure, 4000)
+    return _on_h100(options, _rows(options, read_azure, like_azure, 4000))
+
+
+def recorded(options: Options) -> Cell:
+    """What `warmroute record` has written (--trace), on the same servers."""
+    if options.trace is None:
+        raise ValueError("the workload recorded needs --trace FILE, a file of warmroute record")
+    return _on_h100(options, read_mooncake(options.trace, options.requests))
+
+
+def _on_h100(options: Options, rows: list[Row]) -> Cell:
     apart = options.prefill or options.decode
     fleet = servers(
         "h100-llama3-8b", both=0 if apart else options.both or 4, prefill=options.prefill or 0,
@@ -160,6 +170,7 @@ WORKLOADS: dict[str, Callable[[Options], Cell]] = {
     "mooncake": mooncake,
     "mooncake-full": mooncake_full,
     "azure": azure,
+    "recorded": recorded,
     "ladder": ladder,
     "gsp": gsp,
     "gsp-shuffled": gsp_shuffled,

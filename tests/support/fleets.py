@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from indexer import PrefixIndex, decode_batch
+from scorer.answers import Answer
 from scorer.fleet import Fleet
 from scorer.ledger import Booking
 from scorer.planner import Planner
@@ -105,7 +106,7 @@ class Rig:
         """So many answers begin to run there, of so many KV tokens each."""
         load = self.planner.fleet.workers[worker].loads[0]
         for _ in range(n_streams):
-            Booking(load, 0.0, kv_tokens, self.now_s, out_tokens=256, slo_tpot_s=slo_tpot_s).first_token(self.now_s)
+            Booking(load, 0.0, kv_tokens, self.now_s, answer=Answer(256), slo_tpot_s=slo_tpot_s).first_token(self.now_s)
 
     def loads(self) -> dict[str, int]:
         """Booked requests by worker."""

@@ -23,6 +23,7 @@ from gateway.proxy.access import AccessLog
 from gateway.proxy.parts import Parts
 from gateway.proxy.server import DataPlane, HttpServer
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
+from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import NO_HINTS
 from gateway.tokens import TokenService
@@ -208,6 +209,7 @@ class World:
             hits=self.hits,
             prefixes=TopPrefixes(),
             access=self.access,
+            recorder=Recorder(),
             rng=random.Random(1),
             max_body_bytes=body_bytes,
             response_headers=response_headers,
