@@ -22,6 +22,7 @@ from scorer.fleet import Fleet, Worker
 from scorer.learner import Learner, Trace
 from scorer.ledger import Booking
 from scorer.pairs import Names, Pairs
+from scorer.peers import Peers
 from scorer.policies import POLICIES, TIE_S, Offer, Policy
 from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer
 from scorer.remote import BEST, Choice, Remote
@@ -118,7 +119,8 @@ class Planner:
         self.pairs = Pairs()
         self.calibration = Calibration()
         self._pricer = Pricer(self.cost, self.calibration, index)
-        self._remote = Remote(fleet, self._pricer, self.pairs, parse_policy(pd_policy))
+        remote = Remote(fleet, self._pricer, self.pairs, parse_policy(pd_policy))
+        self._remote = Peers(fleet, self._pricer, self.pairs, remote)
         self._learner = Learner(self.calibration, self.cost)
         self._choose: Policy = POLICIES[policy]
         self._flights: dict[str, _Flight] = {}
@@ -185,6 +187,7 @@ class Planner:
         stay = flight.prefill = _Stay(worker, holder, Booking(load, choice.comp_s, flight.facts.prompt_tokens, now_s))
         flight.pair = worker.name, flight.decode.worker.name
         self.pairs.start(flight.pair)
+        load.stall(choice.stall_s)
         self._assume(flight, stay, choice.candidate.prefill_cached_tokens, now_s)
 
     def _assume(self, flight: _Flight, stay: _Stay, cached_tokens: int, now_s: float) -> None:
@@ -226,8 +229,10 @@ class Planner:
         # What is assumed there by now is to come with this very request.
         out = self._pricer.answer(flight.facts).tokens
         ((price, _),) = self._pricer.local(flight.facts, [place], {place[1]: flight.held}, now_s, out_tokens=out)
-        here = msgspec.structs.replace(flight.plan.chosen, prefill=None, prefill_cached_tokens=0, price=price)
-        if self._remote.policy.by_cost and not flight.facts.prefill_hint:
+        here = msgspec.structs.replace(
+            flight.plan.chosen, prefill=None, peer=False, prefill_cached_tokens=0, price=price
+        )
+        if self._remote.prices_decide(flight.facts):
             _, choices = self._remote.by_cost(flight.facts, [(here, place)], held, available, now_s)
             choices = [each for each in choices if each.candidate.price.total_s < here.price.total_s - TIE_S]
         else:
@@ -286,7 +291,7 @@ class Planner:
         ranked = [best, *others][:CONSIDERED]
         considered = tuple(_candidate(places[o.position], priced[o.position], held) for o in ranked)
         decode = places[best.position]
-        if self._remote.policy.by_cost and not facts.prefill_hint:
+        if self._remote.prices_decide(facts):
             locals_ = [(c, places[o.position]) for c, o in zip(considered, ranked, strict=True)][:BEST]
             pd_reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s)
             if choices and choices[0].candidate.price.total_s >= considered[0].price.total_s - TIE_S:

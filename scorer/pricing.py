@@ -131,16 +131,23 @@ class Pricer:
         return priced
 
     def remote(
-        self, facts: RequestFacts, decode: Place, prefill: str, at_decode: Price, at_prefill: Price, held_tokens: int
+        self,
+        facts: RequestFacts,
+        decode: Place,
+        prefill: str,
+        at_decode: Price,
+        at_prefill: Price,
+        held_tokens: int,
+        meeting_s: float = 0.0,
     ) -> Price:
         """The prompt computed by `prefill`, at whose price that is `at_prefill`, and its KV pulled to `decode`, which
-        holds `held_tokens` of it.
+        holds `held_tokens` of it; `meeting_s` before the pull, they shake hands.
         """
         worker, _, load = decode
         c = self.cost.constants
         blocks = -(-(facts.prompt_tokens - held_tokens) // (worker.block_size() or USUAL_BLOCK_SIZE))
         factor = self._calibration.value(Part.PULL, pair_name(prefill, worker.name))
-        pull_s = factor * (c.pull_base_s + c.pull_per_block_s * blocks)
+        pull_s = meeting_s + factor * (c.pull_base_s + c.pull_per_block_s * blocks)
         wait_s = max(0.0, at_decode.wait_s - at_prefill.ttft_s)
         streams = len(load.streaming)
         step_s = self.step_s(worker, streams + 1, load.kv_tokens)

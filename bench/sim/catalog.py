@@ -141,6 +141,18 @@ def shift(options: Options) -> Cell:
     return replace(hotspot(options), workload=load)
 
 
+def documents(options: Options) -> Cell:
+    """Half of the requests share one of 64 beginnings of 16k tokens, another one every 20 s; the same servers."""
+    load = Hotspot(
+        options.seed,
+        rate=options.rate or 40.0,
+        duration_s=options.duration_s or 60,
+        shift_s=20,
+        shared_tokens=16_384,
+    )
+    return replace(hotspot(options), workload=load)
+
+
 def restart(options: Options) -> Cell:
     """The hotspot, and a server is gone for 10 s after a third of the time."""
     cell = hotspot(options)
@@ -167,6 +179,7 @@ WORKLOADS: dict[str, Callable[[Options], Cell]] = {
     "mixed": mixed,
     "hotspot": hotspot,
     "shift": shift,
+    "documents": documents,
     "restart": restart,
     "loss": loss,
 }

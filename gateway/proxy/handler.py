@@ -225,9 +225,7 @@ class Exchange:
             flight.end()
         else:
             flight.refused(answer.status)
-        self._parts.handoffs.metrics.stage(
-            remote=flight.plan.remote, stage="decode", outcome="ok" if good else "refused"
-        )
+        self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")
         return response
 
     def _name_choice(self, headers: MutableMapping[str, str]) -> None:
@@ -330,7 +328,12 @@ def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
     if hints is NO_HINTS and keep_local is facts.keep_local:
         return facts
     return msgspec.structs.replace(
-        facts, keep_local=keep_local, prefill_hint=hints.prefill, rank=hints.rank, subset=hints.decode
+        facts,
+        keep_local=keep_local,
+        prefill_hint=hints.prefill,
+        kv_source=hints.kv_source,
+        rank=hints.rank,
+        subset=hints.decode,
     )
 
 

@@ -1,6 +1,7 @@
 """Faults of disaggregated serving that users met in the field (docs/field-cases.md), one test each."""
 
 import asyncio
+import itertools
 import json
 import time
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from bench.engine.server import FakeVllm
 from gateway.config.schema import PdConfig
+from gateway.sidecar.hints import KV_SOURCE
 from scorer.types import PdReason
 from tests.support.fleets import D, P, fleet, prompt
 from tests.support.gateway_world import Fleet, decode, engine, prefill, until
@@ -164,6 +166,30 @@ async def test_p6_a_peer_that_restarts_at_its_address_harms_nobody_for_long(rest
             assert (await ask(it.http, it.url)).text == first.text
         await until(lambda: it.core.scraper.counters["restarts"] == 1)
         assert (await ask(it.http, it.url)).went == ("remote", "policy")
+
+
+@pytest.mark.parametrize("restarted", ["source", "pod"])
+async def test_p6_a_source_that_restarts_at_its_address_harms_nobody_for_long(restarted: str) -> None:
+    """P6, between two that decode: a sidecar whose peer, or whose own engine, is a new process."""
+    pd = PdConfig(allow=("127.0.0.0/8:*",))
+    async with FakeVllm(engine(kv_connector=True)) as source, Pod(engine(kv_connector=True), pd=pd) as pod:
+        named = {KV_SOURCE: source.url.removeprefix("http://")}
+        first = await ask(pod.http, pod.url(), body=BODIES["/v1/completions"], **named)
+        assert first.went == ("peer", "hint")
+        await until(lambda: all(worker.stats is not None for worker in pod.core.fleet.workers.values()))
+        await (source if restarted == "source" else pod.engines[0]).restart()
+        for _ in range(3):
+            again = await ask(pod.http, pod.url(), body=BODIES["/v1/completions"], **named)
+            assert (again.status, again.text) == (200, first.text)
+        await until(lambda: pod.core.scraper.counters["restarts"] == 1)
+        async with asyncio.timeout(20):  # Until what the new process holds is known here.
+            for number in itertools.count():
+                body = {**BODIES["/v1/completions"], "prompt": f"{number} {LONG}"}
+                alone = await ask(pod.http, source.url, body=body)
+                told = await ask(pod.http, pod.url(), body=body, **named)
+                assert told.text == alone.text
+                if told.went[0] == "peer":
+                    break
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,8 @@ class World:
     def add(self, name: str, url: str, model: str | None = None, adapters: tuple[str, ...] = ()) -> None:
         role = self._roles.get(name, Role.BOTH)
         self.fleet.apply(WorkerChange(kind=ChangeKind.ADDED, worker=name, url=url, role=role))
-        self.fleet.set_stats(name, EngineStats(scraped_at_s=0.0, block_size=16))
+        nixl_bytes = 0.0 if self._roles else None
+        self.fleet.set_stats(name, EngineStats(scraped_at_s=0.0, block_size=16, nixl_bytes=nixl_bytes))
         models = [model or self._model]
         self.fleet.set_capabilities(name, models=models, adapters=adapters, ranks=range(self._ranks))
         self.planner.configure_worker(name)
