@@ -70,6 +70,7 @@ class Core:
             self.index,
             policy=config.scorer.policy,
             pd_policy=config.pd.policy or "local",
+            peers=config.pd.peers,
             optimistic_ttl_s=config.scorer.optimistic_ttl_s,
         )
         self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)

@@ -43,7 +43,9 @@ def hands_over(worker: Worker) -> bool | None:
 class Peers:
     """What `remote` decides, and the sources beside it."""
 
-    def __init__(self, fleet: Fleet, pricer: Pricer, pairs: Pairs, remote: Remote) -> None:
+    def __init__(self, fleet: Fleet, pricer: Pricer, pairs: Pairs, remote: Remote, *, chosen: bool = True) -> None:
+        """`chosen`: by cost, too, and not only where a source is named."""
+        self._chosen = chosen
         self._fleet = fleet
         self._pricer = pricer
         self._pairs = pairs
@@ -91,6 +93,8 @@ class Peers:
     ) -> tuple[PdReason, list[Choice]]:
         """As `Remote.by_cost`, with the sources that are cheaper than every local way."""
         reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s)
+        if not self._chosen:
+            return reason, choices
         if reason is not PdReason.COST and reason not in _NOBODY:
             return reason, []
         more = self._choices(facts, locals_, held, available, now_s)

@@ -93,7 +93,7 @@ class Planner:
     """Decides where requests run. Not thread-safe: one thread plans and observes.
 
     `index` is the exact index, fed elsewhere. `policy` is a name of `POLICIES`, `pd_policy` a form of
-    `scorer.disaggregation`; unknown ones raise ValueError.
+    `scorer.disaggregation`; unknown ones raise ValueError. `peers`: whether workers that decode may be asked for KV.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Planner:
         *,
         policy: str = "warmroute",
         pd_policy: str = "local",
+        peers: bool = True,
         cost: CostModel | None = None,
         optimistic_ttl_s: float = 4.0,
     ) -> None:
@@ -120,7 +121,7 @@ class Planner:
         self.calibration = Calibration()
         self._pricer = Pricer(self.cost, self.calibration, index)
         remote = Remote(fleet, self._pricer, self.pairs, parse_policy(pd_policy))
-        self._remote = Peers(fleet, self._pricer, self.pairs, remote)
+        self._remote = Peers(fleet, self._pricer, self.pairs, remote, chosen=peers)
         self._learner = Learner(self.calibration, self.cost)
         self._choose: Policy = POLICIES[policy]
         self._flights: dict[str, _Flight] = {}

@@ -116,9 +116,9 @@ class Rig:
         }
 
 
-def fleet(*workers: W, policy: str = "warmroute", pd_policy: str = "local", seed: int = 1) -> Rig:
+def fleet(*workers: W, policy: str = "warmroute", pd_policy: str = "local", peers: bool = True, seed: int = 1) -> Rig:
     index = PrefixIndex()
-    planner = Planner(Fleet(), index, policy=policy, pd_policy=pd_policy)
+    planner = Planner(Fleet(), index, policy=policy, pd_policy=pd_policy, peers=peers)
     rig = Rig(planner, index, random.Random(seed))
     for w in workers:
         add(rig, w)

@@ -27,9 +27,10 @@ def crowded(
     streams: int = 10,
     kv: int = 40_000,
     pd_policy: str = "cost",
+    peers: bool = True,
 ) -> Rig:
     """`busy` holds so much of TEXT and has long answers to give; `idle` has neither."""
-    rig = fleet(busy, idle, *others, pd_policy=pd_policy)
+    rig = fleet(busy, idle, *others, pd_policy=pd_policy, peers=peers)
     rig.hold(busy.name, TEXT[:held])
     rig.answer(busy.name, streams, kv)
     return rig
@@ -50,6 +51,13 @@ def test_a_long_prefix_on_a_crowded_worker_is_fetched_by_an_idle_one() -> None:
     locals_ = [c.price.total_s for c in plan.considered if c.prefill is None]
     assert len(locals_) == 2
     assert chosen.price.total_s < (1 - GAIN) * min(locals_)
+
+
+def test_peers_can_be_turned_off_but_a_named_one_is_still_asked() -> None:
+    rig = crowded(peers=False)
+    assert {prefill for _, prefill in ways(rig)} == {None}
+    named = rig.route(TEXT, kv_source="busy", subset=frozenset({"idle"}))
+    assert (named.choice, named.pd_reason) == ("peer", PdReason.HINT)
 
 
 def test_its_price_has_what_the_source_and_its_answers_lose() -> None:
