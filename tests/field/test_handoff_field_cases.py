@@ -35,13 +35,16 @@ COMPLETION = {"model": "m", "prompt": IDS}
 GOOD = {"choices": [{"index": 0, "text": "right", "finish_reason": "length"}]}
 VERY_LONG = LONG * 16
 """Some 2300 tokens."""
+RULE = PdConfig(policy="threshold:1024")
 
 # ---- local or remote -------------------------------------------------------------------------------------------------
 
 
 async def test_d2_a_tiny_cold_prompt_is_computed_where_it_is_answered() -> None:
-    """D2: by the gateway's own rule, 140 cold tokens stay, 2300 go."""
+    """D2: by a rule of 1024 tokens, 140 cold tokens stay, 2300 go; by cost too 140 stay."""
     async with Fleet(p1=prefill(), d1=decode()) as it:
+        assert (await ask(it.http, it.url)).went == ("local", "cost")
+    async with Fleet(pd=RULE, p1=prefill(), d1=decode()) as it:
         assert (await ask(it.http, it.url)).went == ("local", "threshold")
         assert len(it.engines["p1"].requests) == 0
         body = {"model": "tiny", "prompt": VERY_LONG, "max_tokens": 2}
@@ -92,7 +95,7 @@ async def test_d8_a_decode_worker_without_events_is_named_and_judged_by_what_it_
     """D8: its cache cannot be seen. The rule falls back on the length, less what we sent there ourselves, and the
     gateway says so.
     """
-    async with Fleet(p1=prefill(), d1=decode(events_endpoint=None, replay_endpoint=None)) as it:
+    async with Fleet(pd=RULE, p1=prefill(), d1=decode(events_endpoint=None, replay_endpoint=None)) as it:
         body = {"model": "tiny", "prompt": VERY_LONG, "max_tokens": 2}
         assert (await ask(it.http, it.url, body=body)).went == ("remote", "threshold")
         assert (await ask(it.http, it.url, body=body)).went == ("local", "threshold")
