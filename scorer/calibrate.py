@@ -21,7 +21,7 @@ from scorer.kind import EngineKind
 MIN_SAMPLES = 30
 BOUND = 4.0
 MOST_FACTORS = 8192
-"""Three for each worker, one for each pair and model, with room for names that come and go."""
+"""Six for each worker, one for each pair and model, with room for names that come and go."""
 _HELD_EVERY = 4
 _FORGET = 0.05
 """Weight of a new sample once there are 1 / 0.05 = 20: about the last 40 count."""
@@ -30,13 +30,17 @@ LENGTH_BOUND = 64.0
 
 
 class Part(StrEnum):
-    """What a factor is for. FLOOR: prefills that the floor of a step bounds; WORK: those their tokens do. STEP: decode
-    steps. PULL: transfers, of a pair. OUTPUT: how long answers are, of a model.
+    """What a factor is for. FRONT: reading and rendering prompts. WAIT: the queue, relative to what is booked ahead.
+    FLOOR: prefills that the floor of a step bounds; WORK: those their tokens do. STEP: decode steps. STALL: what a pull
+    adds to one. PULL: transfers, of a pair. OUTPUT: how long answers are, of a model.
     """
 
+    FRONT = "front"
+    WAIT = "wait"
     FLOOR = "floor"
     WORK = "work"
     STEP = "step"
+    STALL = "stall"
     PULL = "pull"
     OUTPUT = "output"
 

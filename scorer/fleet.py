@@ -29,8 +29,9 @@ class Worker:
         self.max_model_len: int | None = None
         self.loads: dict[int, Load] = {0: Load()}
         self.stats: EngineStats | None = None
-        self.floor_factor = self.work_factor = self.step_factor = 1.0
-        """What its prefills and decode steps take, relative to the constants at its weight: learned."""
+        self.front_factor = self.wait_factor = self.floor_factor = 1.0
+        self.work_factor = self.step_factor = self.stall_factor = 1.0
+        """What it takes, part by part, relative to the constants at its weight: learned."""
         self.publishes_events = False
         """Whether its KV events are arriving, so that the exact index speaks for it."""
 

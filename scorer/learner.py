@@ -1,7 +1,8 @@
 """From what happened to planned requests to factors of the calibration.
 
-Only what speaks for itself is learned from: a prefill that had the worker's line to itself, steps between two reports
-of one stream, a pull after which nothing but one step was due.
+Only what speaks for itself is learned from: a prefill that had the worker's line to itself, a wait so long that the
+rest hardly matters, steps between two reports of one stream beside which nothing was computed, the longest of them if
+one pull came in between, a transfer after which nothing but one step was due.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ _QUIET_S = 1e-3
 
 
 class Trace:
-    """Times of one planned request, as they become known."""
+    """Times of one planned request, as they become known. `computed`, `pulled`: the prompts its decode worker had
+    done when it last reported; None while one was being computed.
+    """
 
-    __slots__ = ("n_tokens", "planned_s", "prefilled_s", "reported_s")
+    __slots__ = ("computed", "n_tokens", "planned_s", "prefilled_s", "pulled", "reported_s")
 
     def __init__(self, planned_s: float) -> None:
         self.planned_s = planned_s
         self.prefilled_s: float | None = None
         self.reported_s: float | None = None
         self.n_tokens = 0
+        self.computed: int | None = None
+        self.pulled = 0
 
 
 class Learner:
@@ -36,55 +41,86 @@ class Learner:
 
     def recall(self, worker: Worker) -> None:
         """Give the worker what is known of it, or of the fleet: after a start, or when it comes back."""
-        worker.floor_factor = self._calibration.value(Part.FLOOR, worker.name)
-        worker.work_factor = self._calibration.value(Part.WORK, worker.name)
-        worker.step_factor = self._calibration.value(Part.STEP, worker.name)
+        value, name = self._calibration.value, worker.name
+        worker.front_factor = value(Part.FRONT, name)
+        worker.wait_factor = self._wait_factor(worker)
+        worker.floor_factor = value(Part.FLOOR, name)
+        worker.work_factor = value(Part.WORK, name)
+        worker.step_factor = value(Part.STEP, name)
+        worker.stall_factor = value(Part.STALL, name)
 
     def first_token(self, facts: RequestFacts, plan: Plan, trace: Trace, worker: Worker, now_s: float) -> None:
-        price = plan.chosen.price
+        chosen, price = plan.chosen, plan.chosen.price
         trace.reported_s = now_s
-        if not facts.streaming:
-            return  # Its first byte is its last, too.
-        if plan.chosen.prefill is None:
-            if price.wait_s < _QUIET_S and price.adm_s < _QUIET_S and price.load_s < _QUIET_S:
-                took_s = now_s - trace.planned_s - price.front_s
-                self._prefill(worker, facts.prompt_tokens, plan.chosen.cached_tokens, took_s)
-        elif trace.prefilled_s is not None and price.adm_s < _QUIET_S:
-            decode = plan.chosen.decode[0]
-            name = pair_name(plan.chosen.prefill[0], decode)
-            c = self._cost.constants
-            front_s = self._cost.front_s(facts.prompt_tokens)
-            took_s = now_s - trace.prefilled_s - c.hop_s - front_s - price.step_s
+        if not facts.streaming or price.adm_s >= _QUIET_S:
+            return  # Its first byte is its last, too; or it had to wait for blocks.
+        if chosen.prefill is None:
+            if price.load_s < _QUIET_S:
+                self._prompt(facts, worker, chosen.cached_tokens, price.wait_s, price.comp_s, now_s - trace.planned_s)
+        elif trace.prefilled_s is not None:
+            name = pair_name(chosen.prefill[0], worker.name)
+            front_s = worker.front_factor * self._cost.front_s(facts.prompt_tokens)
+            took_s = now_s - trace.prefilled_s - self._cost.constants.hop_s - front_s - price.step_s
             self._calibration.add(Part.PULL, name, price.pull_s / self._calibration.value(Part.PULL, name), took_s)
 
     def prefill_done(self, facts: RequestFacts, plan: Plan, trace: Trace, worker: Worker, now_s: float) -> None:
         trace.prefilled_s = now_s
-        price = plan.chosen.price
-        told = plan.chosen.peer and plan.pd_reason is PdReason.HINT  # What it holds is known to who has named it.
-        if price.wait_s < _QUIET_S and not told:
-            took_s = now_s - trace.planned_s - self._cost.front_s(facts.prompt_tokens)
-            self._prefill(worker, facts.prompt_tokens, plan.chosen.prefill_cached_tokens, took_s)
+        chosen, price = plan.chosen, plan.chosen.price
+        told = chosen.peer and plan.pd_reason is PdReason.HINT  # What it holds is known to who has named it.
+        if not told:
+            cached = chosen.prefill_cached_tokens
+            self._prompt(facts, worker, cached, price.wait_s, price.comp_s, now_s - trace.planned_s)
 
-    def tokens(self, trace: Trace, worker: Worker, load: Load, n_tokens: int, now_s: float) -> None:
+    def watch(self, trace: Trace, load: Load) -> None:
+        """From now on, until the next report, nothing may be computed beside it."""
+        trace.computed = None if load.computing else load.computed
+        trace.pulled = load.pulled
+
+    def tokens(self, trace: Trace, worker: Worker, load: Load, n_tokens: int, gap_s: float, now_s: float) -> None:
         trace.n_tokens += n_tokens
-        if trace.reported_s is not None and n_tokens and not load.prefills:
-            predicted_s = self._cost.step_s(load.streams, load.kv_tokens, worker.weight)
-            self._calibration.add(Part.STEP, worker.name, predicted_s, (now_s - trace.reported_s) / n_tokens)
-            worker.step_factor = self._calibration.value(Part.STEP, worker.name)
+        if trace.reported_s is not None and n_tokens and trace.computed == load.computed and not load.computing:
+            pulls = load.pulled - trace.pulled
+            step_s = self._cost.step_s(load.streams, load.kv_tokens, worker.weight)
+            if not pulls:
+                self._calibration.add(Part.STEP, worker.name, step_s, (now_s - trace.reported_s) / n_tokens)
+                worker.step_factor = self._calibration.value(Part.STEP, worker.name)
+            elif pulls == 1:
+                over_s = gap_s - worker.step_factor * step_s
+                self._calibration.add(Part.STALL, worker.name, self._cost.constants.pull_stall_s, over_s)
+                worker.stall_factor = self._calibration.value(Part.STALL, worker.name)
         trace.reported_s = now_s
+        self.watch(trace, load)
 
     def ended(self, facts: RequestFacts, trace: Trace) -> None:
         if trace.n_tokens:
             expected = self._cost.constants.expected_output_tokens
             self._calibration.add(Part.OUTPUT, facts.model, expected, trace.n_tokens)
 
-    def _prefill(self, worker: Worker, n_tokens: int, held_tokens: int, took_s: float) -> None:
-        """To the floor or to the work, whichever bounds it by what is known now."""
-        work_s = self._cost.work_s(n_tokens, held_tokens) / worker.weight
+    def _wait_factor(self, worker: Worker) -> float:
+        """A queue that goes faster than booked has had prompts that fit into one step, which the next ones may not."""
+        return max(1.0, self._calibration.value(Part.WAIT, worker.name))
+
+    def _prompt(
+        self, facts: RequestFacts, worker: Worker, held_tokens: int, wait_s: float, comp_s: float, took_s: float
+    ) -> None:
+        """`wait_s` and `comp_s` were predicted of what took so long in all."""
+        usual_front_s = self._cost.front_s(facts.prompt_tokens)
+        if wait_s >= _QUIET_S:
+            if wait_s > comp_s:  # Of a shorter one, little could be told from how long the prompt itself took.
+                usual_s = wait_s / worker.wait_factor
+                waited_s = took_s - worker.front_factor * usual_front_s - comp_s
+                self._calibration.add(Part.WAIT, worker.name, usual_s, max(waited_s, 1e-3 * usual_s))
+                worker.wait_factor = self._wait_factor(worker)
+            return
+        work_s = self._cost.work_s(facts.prompt_tokens, held_tokens) / worker.weight
         floor_s = self._cost.constants.comp_floor_s / worker.weight
+        computing_s = took_s - worker.front_factor * usual_front_s
         if worker.work_factor * work_s > worker.floor_factor * floor_s:
-            self._calibration.add(Part.WORK, worker.name, work_s, took_s)
+            self._calibration.add(Part.WORK, worker.name, work_s, computing_s)
             worker.work_factor = self._calibration.value(Part.WORK, worker.name)
-        else:
-            self._calibration.add(Part.FLOOR, worker.name, floor_s, took_s)
+        elif usual_front_s < floor_s / 2:
+            self._calibration.add(Part.FLOOR, worker.name, floor_s, computing_s)
             worker.floor_factor = self._calibration.value(Part.FLOOR, worker.name)
+        else:  # A long prompt, nearly all of it cached.
+            self._calibration.add(Part.FRONT, worker.name, usual_front_s, took_s - worker.floor_factor * floor_s)
+            worker.front_factor = self._calibration.value(Part.FRONT, worker.name)

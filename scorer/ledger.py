@@ -23,6 +23,7 @@ class Booking:
         "kv_tokens",
         "load",
         "prefilling",
+        "pulled",
         "settled",
         "slo_tpot_s",
         "stalled_s",
@@ -37,6 +38,7 @@ class Booking:
         *,
         answer: Answer = _UNKNOWN,
         slo_tpot_s: float | None = None,
+        pulled: bool = False,
     ) -> None:
         """`answer` is how long it is thought to get, `slo_tpot_s` what its tokens may take each."""
         self.answer = answer
@@ -49,19 +51,24 @@ class Booking:
         self.kv_tokens = kv_tokens
         self.booked_s = now_s
         self.prefilling = True
+        self.pulled = pulled
         self.settled = False
         load.prefills[self] = None
+        if not pulled:
+            load.computing += 1
         load.kv_tokens += kv_tokens
 
     def first_token(self, now_s: float) -> None:
         if self.prefilling and not self.settled:
             self.prefilling = False
-            del self.load.prefills[self]
-            self.load.head_since_s = now_s
+            self.load.left_line(self, now_s)
             self.load.streaming[self] = None
 
-    def reprice(self, comp_s: float) -> None:
-        """What is to be computed here has changed."""
+    def compute_here(self, comp_s: float) -> None:
+        """Nothing is pulled after all."""
+        if self.pulled and self.prefilling and not self.settled:
+            self.load.computing += 1
+        self.pulled = False
         self.comp_s = comp_s
 
     def head_s(self, now_s: float) -> float:
@@ -81,8 +88,7 @@ class Booking:
             return
         self.settled = True
         if self.prefilling:
-            del self.load.prefills[self]
-            self.load.head_since_s = now_s
+            self.load.left_line(self, now_s)
         else:
             del self.load.streaming[self]
         self.load.kv_tokens -= self.kv_tokens
@@ -91,9 +97,11 @@ class Booking:
 class Load:
     """The bookings of one (worker, rank), in order."""
 
-    __slots__ = ("head_since_s", "kv_tokens", "prefills", "streaming")
+    __slots__ = ("computed", "computing", "head_since_s", "kv_tokens", "prefills", "pulled", "streaming")
 
     def __init__(self) -> None:
+        self.computing = self.computed = self.pulled = 0
+        """Prompts that are computed here, and how many have been, or came from elsewhere."""
         self.prefills: dict[Booking, None] = {}
         self.streaming: dict[Booking, None] = {}
         self.kv_tokens = 0
@@ -108,6 +116,16 @@ class Load:
     @property
     def requests(self) -> int:
         return len(self.prefills) + len(self.streaming)
+
+    def left_line(self, booking: Booking, now_s: float) -> None:
+        """Its prefill is over."""
+        del self.prefills[booking]
+        self.head_since_s = now_s
+        if booking.pulled:
+            self.pulled += 1
+        else:
+            self.computing -= 1
+            self.computed += 1
 
     def stall(self, stall_s: float) -> None:
         """Every stream here stands still for so long."""

@@ -122,7 +122,7 @@ class Peers:
             return []
         most_s = (1 - GAIN) * min(local.price.total_s for local, _ in locals_)
         c = self._pricer.cost.constants
-        late = [self._pricer.streams_late(facts, decode, c.pull_stall_s) for _, decode in takers]
+        late = [self._pricer.streams_late(facts, decode, self._pricer.pull_stall_s(decode[0])) for _, decode in takers]
         priced = self._pricer.local(facts, sources, held, now_s)
         out: list[Choice] = []
         for place, (at_source, cached) in zip(sources, priced, strict=True):

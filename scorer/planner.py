@@ -135,7 +135,7 @@ class Planner:
         decision = self._decide(facts, prompt, available, now_s, rng)
         plan, (worker, holder, load) = decision.plan, decision.decode
         choice = decision.choice
-        comp_s = plan.chosen.price.comp_s if choice is None else self.cost.constants.pull_stall_s
+        comp_s = plan.chosen.price.comp_s if choice is None else plan.chosen.price.stall_s
         load.stall(plan.chosen.price.stall_s)
         booking = Booking(
             load,
@@ -144,6 +144,7 @@ class Planner:
             now_s,
             answer=self._pricer.answer(facts),
             slo_tpot_s=facts.slo_tpot_s,
+            pulled=choice is not None,
         )
         decode = Stay(worker, holder, booking)
         self._turn += 1
@@ -203,7 +204,7 @@ class Planner:
             self._book_prefill(flight, choices[0], now_s)
             here, why = choices[0].candidate, flight.plan.pd_reason
         else:
-            flight.decode.booking.reprice(price.comp_s)
+            flight.decode.booking.compute_here(price.comp_s)
             place[2].stall(price.stall_s)
         known = {(here.decode, here.prefill), (here.decode, failed)}
         others = [each for each in flight.plan.considered if (each.decode, each.prefill) not in known]
@@ -327,6 +328,7 @@ class Planner:
         if kind is OutcomeKind.FIRST_TOKEN:
             self._learner.first_token(flight.facts, flight.plan, flight.trace, flight.decode.worker, now_s)
             flight.decode.booking.first_token(now_s)
+            self._learner.watch(flight.trace, flight.decode.booking.load)
             if flight.pair is not None:
                 self.pairs.worked(flight.pair)
                 flight.pair = None
@@ -334,7 +336,8 @@ class Planner:
         elif kind is OutcomeKind.TOKEN:
             flight.decode.booking.grow(outcome.n_tokens)
             load = flight.decode.booking.load
-            self._learner.tokens(flight.trace, flight.decode.worker, load, outcome.n_tokens, now_s)
+            gap_s = outcome.longest_gap_s
+            self._learner.tokens(flight.trace, flight.decode.worker, load, outcome.n_tokens, gap_s, now_s)
         elif kind is OutcomeKind.CACHED_TOKENS:
             if flight.prompt is not None and not flight.plan.remote:
                 self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens, flight.planned_s)

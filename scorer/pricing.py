@@ -20,6 +20,8 @@ Place = tuple[Worker, Holder, Load]
 """A rank that could take a request."""
 _SIGMA = 1.25
 """sqrt(pi / 2): a standard deviation over a mean absolute error, of what is distributed normally."""
+LONGEST_S = 3600.0
+"""Nothing is predicted to take longer: what would is as good as never."""
 USUAL_BLOCK_SIZE = 16
 """vLLM's default, until an engine says its own."""
 
@@ -38,6 +40,10 @@ class Pricer:
         if facts.max_output_tokens is not None and facts.max_output_tokens <= tokens:
             return Answer(facts.max_output_tokens)
         return Answer(tokens, _SIGMA * self._calibration.spread(Part.OUTPUT, facts.model, 0.0))
+
+    def pull_stall_s(self, worker: Worker) -> float:
+        """What one pull costs each of the answers that run there."""
+        return worker.stall_factor * self.cost.constants.pull_stall_s
 
     def step_s(self, worker: Worker, streams: float, kv_tokens: float) -> float:
         return worker.step_factor * self.cost.step_s(streams, kv_tokens, worker.weight)
@@ -59,7 +65,7 @@ class Pricer:
         n = facts.prompt_tokens
         squared = n * n
         slo_ttft_s = facts.slo_ttft_s
-        front_s = self.cost.front_s(n)
+        usual_front_s = self.cost.front_s(n)
         waiting = _prompts_waiting(places) if facts.slo_ttft_s is None else 0.0
         fixed_s, per_stream_s, per_kv_token_s = c.step_base_s, c.step_per_stream_s, c.step_per_kv_token_s
         priced: list[tuple[Price, int]] = []
@@ -82,7 +88,8 @@ class Pricer:
             comp_s = worker.floor_factor * c.comp_floor_s / weight
             if work_s > comp_s:
                 comp_s = work_s
-            wait_s = load.prefill_backlog_s(now_s) if load.prefills else 0.0
+            front_s = worker.front_factor * usual_front_s
+            wait_s = worker.wait_factor * load.prefill_backlog_s(now_s) if load.prefills else 0.0
             adm_s = displaced_s = 0.0
             if stats is not None:
                 if now_s - stats.scraped_at_s <= STALE_S:
@@ -152,7 +159,8 @@ class Pricer:
         streams = len(load.streaming)
         step_s = self.step_s(worker, streams + 1, load.kv_tokens)
         ttft_s = at_prefill.ttft_s + c.hop_s + at_decode.front_s + wait_s + at_decode.adm_s + pull_s + step_s
-        harm_s = at_prefill.harm_s + streams * c.pull_stall_s
+        stall_s = self.pull_stall_s(worker)
+        harm_s = at_prefill.harm_s + streams * stall_s
         displaced_s = at_decode.displaced_s + at_prefill.displaced_s
         relief_s = 0.0 if facts.slo_ttft_s is None else relief(ttft_s, facts.slo_ttft_s)
         return Price(
@@ -165,7 +173,7 @@ class Pricer:
             pull_s=pull_s,
             step_s=step_s,
             ttft_s=ttft_s,
-            stall_s=c.pull_stall_s,
+            stall_s=stall_s,
             harm_s=harm_s,
             decode_s=at_decode.decode_s,
             queue_s=at_prefill.queue_s,
@@ -246,7 +254,7 @@ class Pricer:
             return 0.0
         streams = max(1.0, stats.running or float(load.streams))
         answer_s = self.cost.output_tokens(None) * self.cost.step_s(streams, load.kv_tokens, worker.weight)
-        return missing / (used / answer_s)
+        return min(LONGEST_S, missing * answer_s / used)
 
 
 def pair_name(prefill: str, decode: str) -> str:

@@ -122,8 +122,11 @@ class Remote:
         ]
         if by_cost:
             priced = sorted(priced, key=lambda each: each[1].total_s)[:BEST]
-        stall_s = self._pricer.cost.constants.pull_stall_s
-        late = [self._pricer.streams_late(facts, decode, stall_s) if by_cost else None for _, decode in locals_]
+        pricer = self._pricer
+        late = [
+            pricer.streams_late(facts, decode, pricer.pull_stall_s(decode[0])) if by_cost else None
+            for _, decode in locals_
+        ]
         out: list[Choice] = []
         why = PdReason.NO_PREFILL_WORKER
         for place, price, cached in priced:

@@ -216,6 +216,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: OutcomeKind
     n_tokens: int = 0
+    longest_gap_s: float = 0.0
+    """Between two tokens, since the last TOKEN."""
     prefill_s: float | None = None
     pull_s: float | None = None
     status: int | None = None

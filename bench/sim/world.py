@@ -270,9 +270,10 @@ class World:
         for request_id, flight in self._decoding[engine.name].items():
             n = done - flight.reported
             if n >= REPORT_TOKENS:
+                gap_s = max(engine.pace.steps_s[flight.reported : done])
                 flight.reported = done
                 self.view.grown(engine.name, request_id, n)
-                self.router.observe(request_id, Outcome(kind=OutcomeKind.TOKEN, n_tokens=n), now_s)
+                self.router.observe(request_id, Outcome(kind=OutcomeKind.TOKEN, n_tokens=n, longest_gap_s=gap_s), now_s)
 
     def published(self, engine: SimEngine, events: list[Event]) -> None:
         self.senses.published(engine.name, events)

@@ -23,8 +23,8 @@ class Flight:
     """A booked attempt. Its outcome is END, ERROR or CANCELLED, whichever is said first; the rest is ignored."""
 
     __slots__ = (
-        "_alive_again_s", "_health", "_paused", "_planner", "_ticket", "_tokens", "ended", "facts", "plan",
-        "streamed_tokens",
+        "_alive_again_s", "_gap_s", "_health", "_last_s", "_paused", "_planner", "_ticket", "_tokens", "ended", "facts",
+        "plan", "streamed_tokens",
     )  # fmt: skip
 
     def __init__(self, planner: Planner, health: Health, facts: RequestFacts, plan: Plan) -> None:
@@ -36,6 +36,8 @@ class Flight:
         self.streamed_tokens = 0
         """About as many went by."""
         self._tokens = 0
+        self._gap_s = 0.0
+        self._last_s = math.inf
         self._alive_again_s = 0.0
         self._paused: tuple[float, float] | None = None
         self._ticket: Ticket | None = None
@@ -57,6 +59,7 @@ class Flight:
         """The first byte of a good answer's body is here."""
         now_s = time.monotonic()
         self._heard(now_s)
+        self._last_s = now_s
         self._planner.observe(self.facts.request_id, _FIRST_TOKEN, now_s)
 
     def streamed(self, n_tokens: int) -> None:
@@ -65,11 +68,14 @@ class Flight:
         if now_s >= self._alive_again_s:
             self._alive_again_s = now_s + _REPORT_ALIVE_S
             self._heard(now_s)
+        self._gap_s = max(self._gap_s, now_s - self._last_s)
+        self._last_s = now_s
         self.streamed_tokens += n_tokens
         self._tokens += n_tokens
         if self._tokens >= REPORT_TOKENS:
-            outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens)
+            outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens, longest_gap_s=self._gap_s)
             self._tokens = 0
+            self._gap_s = 0.0
             self._planner.observe(self.facts.request_id, outcome, now_s)
 
     def pause(self) -> None:

@@ -20,7 +20,7 @@ def _rig(rng: random.Random, pd_policy: str) -> Rig:
             f"d{i}",
             weight=rng.choice([0.5, 1.0, 2.0]),
             waiting=rng.choice([0, 0, 3]),
-            kv_usage=rng.random(),
+            kv_usage=rng.choice([0.0, 1e-300, rng.random(), rng.random(), 1.0]),
             kv_blocks=rng.choice([None, 200, 4096]),
             scraped=rng.random() < 0.9,
         )
