@@ -7,7 +7,8 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from types import TracebackType
@@ -22,6 +23,16 @@ _FORK = multiprocessing.get_context("fork")
 def cores() -> int:
     """Those this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def stopped_alike() -> Iterator[None]:
+    """Within it SIGTERM is a KeyboardInterrupt too, so that what is to be cleaned up is."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Jobs:
