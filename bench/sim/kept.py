@@ -8,7 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import bench
+import bench.engine
+import bench.sim
 import indexer
 import scorer
 from bench.sim.grid import Cell, Traces
@@ -65,11 +66,11 @@ class Kept:
 def _code() -> str:
     """A digest of every file a run may come from."""
     found = hashlib.sha256()
-    rooms = [Path(next(iter(package.__path__))) for package in (indexer, scorer, bench)]
+    rooms = [Path(next(iter(package.__path__))) for package in (indexer, scorer, bench.engine, bench.sim)]
     for room in rooms:
         for file in sorted(room.rglob("*.py")):
             name = file.relative_to(room.parent)
-            if name.parent == Path("bench") or (name.parent == Path("bench/sim") and name.stem in _TELLING):
+            if name.parent == Path("sim") and name.stem in _TELLING:
                 continue
             found.update(f"{name}\n".encode() + file.read_bytes())
     return found.hexdigest()

@@ -12,12 +12,10 @@ from typing import Final, Protocol
 from bench.sim.figure import Judged
 from bench.sim.grid import Traces, all_cells
 from bench.sim.sweep import Sweep
-from bench.sim.tables import arms_table, cells_table, table
+from bench.sim.tables import arms_table, cells_table, summary_table, table
 
 PAGE: Final = 1
 """Of the page's form: another number, another head, and the committed page has to be made again."""
-CONTROLS: Final = ("least-load", "longest-prefix")
-"""Always shown: what everybody has, and what must not be done."""
 COMMAND: Final = "python -m bench trace targets --full --cache runs.jsonl --markdown docs/benchmarks.md"
 HEAD: Final = (
     f"<!-- Page {PAGE}, generated; do not edit. {COMMAND} -->",
@@ -123,15 +121,15 @@ def _tabled(sweep: Sweep) -> set[str]:
 
 
 def _cells(sweep: Sweep) -> Iterator[str]:
-    names = [cell.name for cell in all_cells(Traces()) if cell.name in sweep.cells]
-    for name in names:
-        cell = sweep.cells[name]
-        yield f"### {name}"
+    cells = [sweep.cells[cell.name] for cell in all_cells(Traces()) if cell.name in sweep.cells]
+    yield from summary_table(sweep, cells)
+    for cell in cells:
+        yield ""
+        yield f"### {cell.name}"
         yield ""
         yield f"{len(sweep.seeds(cell))} seeds." + (f" {cell.note}" if cell.note else "")
         yield ""
         yield from arms_table(sweep, cell)
-        yield ""
 
 
 def _others(sweep: Sweep) -> Iterator[str]:

@@ -8,7 +8,9 @@ from bench.sim.grid import REFERENCES, Cell
 from bench.sim.sweep import Sweep
 
 _Text = Callable[[Sweep, Cell, str], str]
-CLAIRVOYANT = REFERENCES[0]
+OURS, CLAIRVOYANT = "warmroute", REFERENCES[0]
+CONTROLS = ("least-load", "longest-prefix")
+"""Always shown: what everybody has, and what must not be done."""
 
 
 def _one(key: str, form: str, *, spread: bool = False) -> _Text:
@@ -59,6 +61,29 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"|{'---|' * len(heads)}"
     for row in rows:
         yield f"| {' | '.join(row)} |"
+
+
+SUMMARY_HEADS = ("cell", "metric", OURS, "best other", *CONTROLS, CLAIRVOYANT, "regret")
+
+
+def summary_table(sweep: Sweep, cells: Iterable[Cell]) -> Iterator[str]:
+    """A row for each cell: its metric, under ours and under those it is to be seen beside."""
+    return table(SUMMARY_HEADS, (_summary(sweep, cell) for cell in cells))
+
+
+def _summary(sweep: Sweep, cell: Cell) -> list[str]:
+    arms = sweep.run_arms(cell)
+    rivals = [arm for arm in arms if arm not in REFERENCES and arm != OURS]
+    if any(sweep.figure(cell, arm, "slo_share") < 0.99 for arm in arms if arm not in REFERENCES):
+        name, key, form, best = "SLO met", "slo_share", "{:.3f}", max
+    else:
+        name, key, form, best = "E2E mean", "e2e_mean_ms", "{:.0f}", min
+    told = {arm: sweep.figure(cell, arm, key) for arm in arms}
+    texts = {arm: form.format(value) for arm, value in told.items()}
+    first = best(rivals, key=lambda arm: told[arm]) if rivals else None
+    shown = [texts.get(OURS, "-"), f"{texts[first]} ({first})" if first else "-"]
+    shown += [texts.get(arm, "-") for arm in (*CONTROLS, CLAIRVOYANT)]
+    return [cell.name, name, *shown, _regret(sweep, cell, OURS) if OURS in told else "-"]
 
 
 def arms_table(sweep: Sweep, cell: Cell) -> Iterator[str]:

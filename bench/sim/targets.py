@@ -21,13 +21,13 @@ from bench.sim.ahead import Ahead
 from bench.sim.grid import Cell, Traces
 from bench.sim.jobs import Jobs, cores, stopped_alike
 from bench.sim.kept import Kept
-from bench.sim.page import CONTROLS, How, page
+from bench.sim.page import How, page
 from bench.sim.reasons import WHY
 from bench.sim.sweep import Sweep
+from bench.sim.tables import CONTROLS, OURS
 from bench.sim.validate import judged
 from bench.sim.workloads.generated import CHAT, CODE
 
-OURS = "warmroute"
 ATTAINED = 0.9
 """Goodput is the highest rate at which so many requests meet their objectives."""
 FINE = 1.05

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.sim import grid, targets
+from bench.sim import grid, kept, targets
 from bench.sim.ahead import Ahead
 from bench.sim.fleet import FleetSpec, servers
 from bench.sim.jobs import Jobs
@@ -87,15 +87,25 @@ def test_what_was_kept_is_not_run_again(tmp_path: Path) -> None:
 def test_runs_of_other_servers_or_traces_are_others(tmp_path: Path) -> None:
     path, ran = tmp_path / "runs.jsonl", Ran({"slo_share": 1.0}, 0.1)
     Kept(path, grid.Traces()).add(small(2.0), "random", 0, ran)
-    kept = Kept(path, grid.Traces())
-    assert kept.find(small(2.0), "random", 0) == ran
-    assert kept.find(small(2.0), "random", 1) is None
-    assert kept.find(small(2.0), "least-load", 0) is None
+    cache = Kept(path, grid.Traces())
+    assert cache.find(small(2.0), "random", 0) == ran
+    assert cache.find(small(2.0), "random", 1) is None
+    assert cache.find(small(2.0), "least-load", 0) is None
     other = grid.Cell("small 2/s", FleetSpec(servers("h200-7b", prefill=1, decode=2)), small(2.0).load)
-    assert kept.find(other, "random", 0) is None
+    assert cache.find(other, "random", 0) is None
     trace = tmp_path / "trace.jsonl"
     trace.write_text("{}")
     assert Kept(path, grid.Traces(mooncake=trace)).find(small(2.0), "random", 0) is None
+
+
+def test_no_module_that_a_run_needs_is_left_out_of_its_digest() -> None:
+    code = "import sys, bench.sim.sweep; from bench.sim.arms import arms; arms(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    needed = done.stdout.split()
+    assert "bench.sim.world" in needed
+    assert not {f"bench.sim.{name}" for name in kept._TELLING} & set(needed)
+    ours = {name for name in needed if name.startswith("bench.") and name.count(".") == 1}
+    assert ours == {"bench.engine", "bench.sim"}  # and nothing beside them
 
 
 def test_a_cache_that_cannot_be_written_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
