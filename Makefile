@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 
 setup: $(STAMP) ## only create .venv and install (the other targets do it by themselves)
 
-demo: $(STAMP) ## a small fleet of fake engines on this machine, routed and compared (ARGS=--json)
+demo: $(STAMP) ## a small fleet of fake engines on this machine, routed and compared (ARGS=--pd, --json)
 	$(BIN)/warmroute demo $(ARGS)
 
 # What only computes runs on all cores; what listens, waits and measures silence runs by itself.

@@ -11,6 +11,7 @@ import time
 
 from bench.kv_frames import BLOCK_SIZE, frame, tokens
 from indexer import PrefixIndex, decode_batch
+from scorer.answers import Answer
 from scorer.fleet import Fleet
 from scorer.ledger import Booking
 from scorer.planner import Planner
@@ -83,6 +84,7 @@ def _planner(rng: random.Random, prompt: list[int], slo_tpot_s: float | None) ->
             hashes = [rng.getrandbits(64) for _ in range(held)]
             index.apply(name, 0, decode_batch(frame(hashes, None, prompt[: held * BLOCK_SIZE], held)))
         for _ in range(STREAMS if role is Role.DECODE else 0):
-            booking = Booking(worker.loads[0], 0.1, 3_000, 0.0, out_tokens=200, slo_tpot_s=slo_tpot_s)
+            booking = Booking(worker.loads[0], 0.1, 3_000, 0.0, answer=Answer(200, 1.0), slo_tpot_s=slo_tpot_s)
             booking.first_token(0.1)
+            booking.grow(rng.randrange(200))
     return planner

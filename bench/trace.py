@@ -1,4 +1,4 @@
-"""`python -m bench trace run|validate|targets`: fleets in simulated time, decided for by the planner and by others."""
+"""`python -m bench trace run|plot|...`: fleets in simulated time, decided for by the planner and by others."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from bench.sim.world import World
 # name -> (module with `main(args) -> int`, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("bench.trace", "one workload under one or more arms"),
+    "plot": ("bench.sim.plot", "figures: times to first token, goodput by rate, where prompts are computed"),
     "validate": ("bench.sim.validate", "the simulator against what was measured on H200"),
     "targets": ("bench.sim.targets", "the goals, measured and judged"),
 }
@@ -44,6 +45,7 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("--prefill", type=int, help="prefill servers")
     parser.add_argument("--decode", type=int, help="decode servers")
     parser.add_argument("--event-delay-s", type=float)
+    parser.add_argument("--nixl", action="store_true", help="servers that decode hand prompts over to each other too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     asked = parser.parse_args(args)
@@ -61,7 +63,7 @@ def run(args: Sequence[str]) -> int:
     out: list[Figures] = []
     try:
         for name in asked.arm or ["warmroute"]:
-            out.append(_one(asked.workload, name, options, asked.event_delay_s))
+            out.append(_one(asked.workload, name, options, asked.event_delay_s, nixl=asked.nixl))
             print(_line(out[-1]), flush=True)
     except (ValueError, OSError) as exc:
         print(f"bench trace run: error: {exc}", file=sys.stderr)
@@ -71,10 +73,11 @@ def run(args: Sequence[str]) -> int:
     return 1 if any(figures["success_rate"] < 1 for figures in out) else 0
 
 
-def _one(workload: str, name: str, options: Options, event_delay_s: float | None) -> Figures:
+def _one(workload: str, name: str, options: Options, event_delay_s: float | None, *, nixl: bool) -> Figures:
     cpu_s = time.process_time()
     built = cell(workload, options)
     spec = built.spec if event_delay_s is None else replace(built.spec, event_delay_s=event_delay_s)
+    spec = replace(spec, nixl=nixl)
     done = World(spec, arm(name), built.workload, seed=options.seed).run()
     figures = summarise(done, slo_ttft_s=built.slo_ttft_s, slo_tpot_s=built.slo_tpot_s)
     return {**figures, "arm": name, "cpu_s": round(time.process_time() - cpu_s, 2)}

@@ -18,11 +18,13 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "demo": Command("bench.demo:main", "a small fleet of fake engines on this machine, routed and compared"),
+    "advise": Command("gateway.advise.command:main", "does it pay to split prefill from decode for this traffic?"),
+    "demo": Command("bench.demo.command:main", "a small fleet of fake engines on this machine, routed and compared"),
     "config": Command("gateway.config.command:main", "print, check or document the configuration"),
     "doctor": Command("gateway.doctor.command:main", "check what cache-aware routing needs of vLLM servers"),
     "explain": Command("gateway.debug.explain:main", "ask a running gateway where a request would go, and why"),
     "gateway": Command("gateway.run:main", "serve the OpenAI API in front of vLLM workers"),
+    "record": Command("gateway.record.command:main", "write a trace of what a running gateway is asked"),
     "replay-events": Command("gateway.replay_events:main", "feed recorded KV events (FILE or -) to the index"),
     "sidecar": Command("gateway.sidecar.run:main", "serve the engine of a decode pod; prefill may run elsewhere"),
     "version": Command("gateway.cli:version", "print the version"),

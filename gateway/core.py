@@ -32,6 +32,7 @@ from gateway.handoff.pairing import Pairing
 from gateway.learned import LearnedFile, learned_path
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.publishing import Publishing
+from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
@@ -40,7 +41,7 @@ from scorer.cost import CostModel
 from scorer.fleet import Fleet
 from scorer.kind import EngineKind
 from scorer.planner import Planner
-from scorer.types import ChangeKind, EngineStats, Role, WorkerChange
+from scorer.types import ChangeKind, EngineStats, WorkerChange
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
@@ -69,6 +70,7 @@ class Core:
             self.index,
             policy=config.scorer.policy,
             pd_policy=config.pd.policy or "local",
+            peers=config.pd.peers,
             optimistic_ttl_s=config.scorer.optimistic_ttl_s,
         )
         self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)
@@ -77,6 +79,7 @@ class Core:
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
+        self.recorder = Recorder()
         self.health = Health(HealthSettings(eject_after_s=config.health.eject_after_s))
         tls = client_context(config.tls)
         self.upstreams = UpstreamPool(
@@ -161,13 +164,13 @@ class Core:
     # ---- the fleet ---------------------------------------------------------------------------------------------------
 
     def available(self, worker: str) -> bool:
-        """Whether requests may go there now: neither ejected nor asleep; a prefill worker, which can be done without,
+        """Whether requests may go there now: neither ejected nor asleep; who does not decode, and can be done without,
         must not be known to be down either.
         """
         if worker in self.asleep or not self.health.available(worker):
             return False
         known = self.fleet.workers.get(worker)
-        return known is None or known.role is not Role.PREFILL or self.scraper.reachable(worker) is not False
+        return known is None or known.role.decodes or self.scraper.reachable(worker) is not False
 
     def is_well(self, worker: str) -> bool:
         """`available`, and its last scrapes do not say that it is down. Requests are tried there all the same when
@@ -255,6 +258,8 @@ class Core:
         before = known.stats
         self.fleet.set_stats(worker, stats)
         self.health.checked(worker, True, stats.scraped_at_s)
+        if before is None:
+            self.pairing.compare(worker)
         if before is not None and (stats.nixl_failed or 0) > (before.nixl_failed or 0):
             self.pairing.transfers_failed(worker, stats.scraped_at_s)
         if before is not None and _worked(before, stats):

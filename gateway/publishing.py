@@ -90,7 +90,7 @@ class Publishing:
             return
         worker.publishes_events = publishing
         if publishing:
-            self._planner.approximate.clear(worker.name)  # From now on its own events speak for it.
+            self._planner.holdings.approximate.clear(worker.name)  # From now on its own events speak for it.
         else:
             _log.warning("the KV events of %s stopped; what it is sent is assumed to be cached instead", worker.name)
 

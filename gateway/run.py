@@ -16,7 +16,7 @@ from gateway.sidecar.targets import Targets
 from gateway.tls import scheme_of_workers
 
 _HEADER = "header"
-_POLICY = "threshold:1024"
+_POLICY = "cost"
 
 
 class Gateway(Service):

@@ -39,6 +39,7 @@ p99 of a decision from 1.2 ms to 0.7 ms.
 _GC_THRESHOLDS = (20_000, 20, 50)
 """Requests leave no cycles behind; the collector need not look after each few."""
 _UPKEEP_S = 5.0
+_GOING_DOWN = "the gateway is going down"
 
 
 class Service:
@@ -71,6 +72,7 @@ class Service:
                 hits=core.hits,
                 prefixes=core.prefixes,
                 access=self.access,
+                recorder=core.recorder,
                 rng=core.rng,
                 max_body_bytes=config.gateway.max_body_bytes,
                 response_headers=config.gateway.response_headers,
@@ -123,9 +125,12 @@ class Service:
         self.plane.draining = True
         for server in self.listeners:
             await server.stop_accepting()
-        return await self.plane.drain(timeout_s)
+        left = await self.plane.drain(timeout_s)
+        self.core.recorder.end(_GOING_DOWN)
+        return left
 
     async def close(self) -> None:
+        self.core.recorder.end(_GOING_DOWN)
         if self._upkeep is not None:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -25,10 +25,11 @@ MOST_FACTORS = 8192
 _HELD_EVERY = 4
 _FORGET = 0.05
 """Weight of a new sample once there are 1 / 0.05 = 20: about the last 40 count."""
-_LOG_BOUND = math.log(BOUND)
+LENGTH_BOUND = 64.0
+"""Answers differ from what is expected of them by more than hardware does."""
 
 
-class Part(Enum):
+class Part(StrEnum):
     """What a factor is for. FLOOR: prefills that the floor of a step bounds; WORK: those their tokens do. STEP: decode
     steps. PULL: transfers, of a pair. OUTPUT: how long answers are, of a model.
     """
@@ -39,13 +40,19 @@ class Part(Enum):
     PULL = "pull"
     OUTPUT = "output"
 
+    @property
+    def bound(self) -> float:
+        return LENGTH_BOUND if self is Part.OUTPUT else BOUND
+
 
 class Factor:
     """One factor and how well it does. `spread` is the mean absolute log error of what is used."""
 
-    __slots__ = ("_error", "_prior_error", "log", "n_held", "n_samples")
+    __slots__ = ("_bound", "_error", "_prior_error", "log", "n_held", "n_samples")
 
-    def __init__(self) -> None:
+    def __init__(self, bound: float = BOUND) -> None:
+        """It stays between 1/`bound` and `bound`."""
+        self._bound = math.log(bound)
         self.log = 0.0
         self.n_samples = 0
         self.n_held = 0
@@ -56,7 +63,7 @@ class Factor:
         """One observation of what the prior predicts as `predicted`; both above 0, or it is left out."""
         if not (predicted > 0 and observed > 0 and math.isfinite(predicted) and math.isfinite(observed)):
             return
-        ratio = min(_LOG_BOUND, max(-_LOG_BOUND, math.log(observed / predicted)))
+        ratio = min(self._bound, max(-self._bound, math.log(observed / predicted)))
         self.n_samples += 1
         if self.n_samples % _HELD_EVERY == 0:
             self.n_held += 1
@@ -86,16 +93,16 @@ class Factor:
         return [self.log, self.n_samples, self.n_held, self._error, self._prior_error]
 
     @classmethod
-    def of_state(cls, state: Iterable[Any]) -> Factor:
+    def of_state(cls, state: Iterable[Any], bound: float = BOUND) -> Factor:
         """Raises ValueError for what `state` never gave."""
         try:
             log, n_samples, n_held, error, prior_error = map(float, state)
         except (TypeError, ValueError, OverflowError):
             raise ValueError("not the state of a factor") from None
-        fits = abs(log) <= _LOG_BOUND and 0 <= n_held <= n_samples and error >= 0 and prior_error >= 0
+        fits = abs(log) <= math.log(bound) and 0 <= n_held <= n_samples and error >= 0 and prior_error >= 0
         if not fits or not math.isfinite(n_samples + error + prior_error):
             raise ValueError("not the state of a factor")
-        factor = cls()
+        factor = cls(bound)
         factor.log, factor.n_samples, factor.n_held = log, int(n_samples), int(n_held)
         factor._error, factor._prior_error = error, prior_error
         return factor
@@ -119,7 +126,7 @@ class Calibration:
         for name in (subject, FLEET):
             factor = self._factors.get((part, name))
             if factor is None:
-                factor = self._put(part, name, Factor())
+                factor = self._put(part, name, Factor(part.bound))
             else:
                 self._factors.move_to_end((part, name))
             factor.add(predicted, observed)
@@ -191,7 +198,7 @@ class Calibration:
                 continue
             for name, saved in _entries(factors):
                 try:
-                    self._put(part, name, Factor.of_state(saved))
+                    self._put(part, name, Factor.of_state(saved, part.bound))
                 except ValueError:
                     bad += 1
         return bad

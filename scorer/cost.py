@@ -24,6 +24,8 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     pull_base_s: float = 0.002
     pull_per_block_s: float = 157e-6
     """36 layers at 4.35 us for each descriptor: in a cache that has been in use for a while no blocks merge."""
+    first_contact_s: float = 0.15
+    """The handshake of two engines that have moved nothing between them yet: 0.12 to 0.17 s."""
     pull_stall_s: float = 0.008
     """What a pull adds to one step of the answers that run beside it."""
     step_base_s: float = 5.04e-3

@@ -11,7 +11,7 @@ from scorer.cost import CostModel
 from scorer.fleet import Worker
 from scorer.ledger import Load
 from scorer.pricing import pair_name
-from scorer.types import Plan, RequestFacts
+from scorer.types import PdReason, Plan, RequestFacts
 
 _QUIET_S = 1e-3
 """A predicted wait below this is none."""
@@ -60,7 +60,8 @@ class Learner:
     def prefill_done(self, facts: RequestFacts, plan: Plan, trace: Trace, worker: Worker, now_s: float) -> None:
         trace.prefilled_s = now_s
         price = plan.chosen.price
-        if price.wait_s < _QUIET_S:
+        told = plan.chosen.peer and plan.pd_reason is PdReason.HINT  # What it holds is known to who has named it.
+        if price.wait_s < _QUIET_S and not told:
             took_s = now_s - trace.planned_s - self._cost.front_s(facts.prompt_tokens)
             self._prefill(worker, facts.prompt_tokens, plan.chosen.prefill_cached_tokens, took_s)
 

@@ -7,16 +7,21 @@ goes negative.
 
 from __future__ import annotations
 
+from scorer.answers import Answer
+
+_UNKNOWN = Answer()
+
 
 class Booking:
     """One request on one rank: first its prefill, then (after `first_token`) its decode stream."""
 
     __slots__ = (
+        "answer",
         "booked_s",
         "comp_s",
+        "done_tokens",
         "kv_tokens",
         "load",
-        "out_tokens",
         "prefilling",
         "settled",
         "slo_tpot_s",
@@ -30,11 +35,12 @@ class Booking:
         kv_tokens: int,
         now_s: float,
         *,
-        out_tokens: float = 1.0,
+        answer: Answer = _UNKNOWN,
         slo_tpot_s: float | None = None,
     ) -> None:
-        """`out_tokens` is how long the answer is thought to get, `slo_tpot_s` what its tokens may take each."""
-        self.out_tokens = max(1.0, out_tokens)
+        """`answer` is how long it is thought to get, `slo_tpot_s` what its tokens may take each."""
+        self.answer = answer
+        self.done_tokens = 0
         self.slo_tpot_s = slo_tpot_s
         self.stalled_s = 0.0
         """What its stream has lost to prefills beside it, as far as they were booked here."""
@@ -66,6 +72,7 @@ class Booking:
         """`n_tokens` more were generated."""
         if not self.settled:
             self.kv_tokens += n_tokens
+            self.done_tokens += n_tokens
             self.load.kv_tokens += n_tokens
 
     def settle(self, now_s: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from scorer.answers import SCALE
+
 VIOLATION_S = 20.0
 """Seconds one broken objective is worth. In simulated load the share of kept ones is flat from 5 to 20."""
 LATE_WORTH = 0.25
@@ -14,8 +16,6 @@ SPREAD = 0.15
 """Relative error of predictions before anything was learned."""
 _FAR = 12.0
 """In scales of the logistic: a share of 6e-6 is none, where hundreds of answers are asked about."""
-_SCALE = 0.5513
-"""sqrt(3) / pi: of a logistic distribution with standard deviation 1."""
 
 
 def late_share(predicted_s: float, objective_s: float | None, spread: float = SPREAD) -> float:
@@ -24,7 +24,7 @@ def late_share(predicted_s: float, objective_s: float | None, spread: float = SP
     """
     if objective_s is None:
         return 0.0
-    scale = _SCALE * max(spread * predicted_s, 1e-4)
+    scale = SCALE * max(spread * predicted_s, 1e-4)
     x = (predicted_s - objective_s) / scale
     if x > _FAR:
         return 1.0
@@ -33,7 +33,7 @@ def late_share(predicted_s: float, objective_s: float | None, spread: float = SP
 
 def safe_ratio(spread: float) -> float:
     """An objective so many times what is predicted is not missed: `late_share` is 0."""
-    return 1 + _FAR * _SCALE * spread
+    return 1 + _FAR * SCALE * spread
 
 
 def relief(predicted_s: float, objective_s: float) -> float:

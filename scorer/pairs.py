@@ -60,6 +60,11 @@ class Pairs:
             return False
         return pair.retry_at_s is None or now_s >= pair.retry_at_s
 
+    def have_met(self, names: Names) -> bool:
+        """Whether they have handed something over, or are about to."""
+        pair = self.pairs.get(names)
+        return pair is not None and pair.handoffs > pair.failed
+
     def start(self, names: Names) -> None:
         """A handoff begins. It ends with one of `worked`, `broke` and `gave_up`."""
         pair = self._pair(names)

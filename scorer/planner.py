@@ -2,36 +2,34 @@
 
 `plan` prices every rank that serves the model, lets the policy choose and books the choice at once, load and blocks,
 so that a burst does not all see the same idle worker. `observe` takes what happened and gives back what was booked on
-every way out. Blocks a request will bring are assumed on its worker for a few seconds and given up as soon as the
-worker's own events speak for them, or the request fails.
+every way out.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from indexer import ApproximateIndex, Holder, Match, PrefixIndex, Prompt
+from indexer import Holder, Match, PrefixIndex, Prompt
 from scorer.calibrate import Calibration
 from scorer.cost import CostModel
 from scorer.disaggregation import parse_policy
-from scorer.fleet import Fleet, Worker
+from scorer.fleet import Fleet
+from scorer.holdings import Holdings, Stay
 from scorer.learner import Learner, Trace
 from scorer.ledger import Booking
 from scorer.pairs import Names, Pairs
+from scorer.peers import Peers
 from scorer.policies import POLICIES, TIE_S, Offer, Policy
-from scorer.pricing import USUAL_BLOCK_SIZE, Place, Pricer
+from scorer.pricing import Place, Pricer
 from scorer.remote import BEST, Choice, Remote
 from scorer.types import Candidate, Outcome, OutcomeKind, PdReason, Plan, Price, RequestFacts, Role
 
 CONSIDERED = 8
 _PREFILLS = 3
 """Of them, so many prefill workers at most, that the local ways are seen beside them."""
-EVENT_GRACE_S = 0.5
-"""How long after a request's end its blocks stay assumed while its worker's events have not said so."""
 _NOTHING = Match()
 
 
@@ -48,18 +46,6 @@ class NoWorker(Exception):
     """Workers serve the model, or may, but none can take the request now."""
 
 
-class _Stay:
-    """What a request has on one rank: its booking, and the blocks it is assumed to bring there."""
-
-    __slots__ = ("booking", "holder", "keys", "worker")
-
-    def __init__(self, worker: Worker, holder: Holder, booking: Booking) -> None:
-        self.worker = worker
-        self.holder = holder
-        self.booking = booking
-        self.keys: list[int] = []
-
-
 class _Flight:
     """A planned request that has not ended. `held`: what the decode worker had of the prompt before. `prefill`: at the
     prefill worker, until that has answered. `pair`: whose handoff is under way.
@@ -67,13 +53,13 @@ class _Flight:
 
     __slots__ = ("decode", "facts", "held", "pair", "plan", "planned_s", "prefill", "prompt", "trace")
 
-    def __init__(self, facts: RequestFacts, plan: Plan, prompt: Prompt | None, decode: _Stay, held: Match) -> None:
+    def __init__(self, facts: RequestFacts, plan: Plan, prompt: Prompt | None, decode: Stay, held: Match) -> None:
         self.facts = facts
         self.plan = plan
         self.prompt = prompt
         self.decode = decode
         self.held = held
-        self.prefill: _Stay | None = None
+        self.prefill: Stay | None = None
         self.pair: Names | None = None
         self.planned_s = plan.decided_at_s
         self.trace = Trace(plan.decided_at_s)
@@ -92,7 +78,7 @@ class Planner:
     """Decides where requests run. Not thread-safe: one thread plans and observes.
 
     `index` is the exact index, fed elsewhere. `policy` is a name of `POLICIES`, `pd_policy` a form of
-    `scorer.disaggregation`; unknown ones raise ValueError.
+    `scorer.disaggregation`; unknown ones raise ValueError. `peers`: whether workers that decode may be asked for KV.
     """
 
     def __init__(
@@ -102,6 +88,7 @@ class Planner:
         *,
         policy: str = "warmroute",
         pd_policy: str = "local",
+        peers: bool = True,
         cost: CostModel | None = None,
         optimistic_ttl_s: float = 4.0,
     ) -> None:
@@ -111,18 +98,15 @@ class Planner:
         self.index = index
         self.policy = policy
         self.cost = cost or CostModel()
-        self.approximate = ApproximateIndex()
-        """For workers without events."""
-        self.optimistic = ApproximateIndex(ttl_s=optimistic_ttl_s, capacity_blocks=1 << 20)
-        """For workers with events: what was just sent there and not announced yet."""
+        self.holdings = Holdings(index, optimistic_ttl_s)
         self.pairs = Pairs()
         self.calibration = Calibration()
         self._pricer = Pricer(self.cost, self.calibration, index)
-        self._remote = Remote(fleet, self._pricer, self.pairs, parse_policy(pd_policy))
+        remote = Remote(fleet, self._pricer, self.pairs, parse_policy(pd_policy))
+        self._remote = Peers(fleet, self._pricer, self.pairs, remote, chosen=peers)
         self._learner = Learner(self.calibration, self.cost)
         self._choose: Policy = POLICIES[policy]
         self._flights: dict[str, _Flight] = {}
-        self._unannounced: deque[tuple[float, Holder, list[int], float]] = deque()
         self._turns: dict[Holder, int] = {}
         self._turn = 0
 
@@ -134,24 +118,14 @@ class Planner:
         """
         worker = self.fleet.workers.get(name)
         if worker is None:
-            for index in (self.index, self.approximate, self.optimistic):
-                index.remove_worker(name)
+            self.holdings.remove(name)
             return
         self._learner.recall(worker)
-        models = None if worker.models is None else list(worker.models)
-        self.index.set_worker(name, models=models, loras=worker.adapters)
-        stats = worker.stats
-        block_size = None if stats is None else stats.block_size
-        capacity = None if stats is None else stats.kv_blocks
-        self.approximate.set_worker(
-            name, models=models, loras=worker.adapters, block_size=block_size, capacity_blocks=capacity
-        )
-        self.optimistic.set_worker(name, models=models, loras=worker.adapters, block_size=block_size)
+        self.holdings.configure(worker)
 
     def forget_blocks(self, worker: str, rank: int | None = None) -> None:
         """The worker's cache is gone (restart, reset): nothing assumed there holds any longer."""
-        self.approximate.clear(worker, rank)
-        self.optimistic.clear(worker, rank)
+        self.holdings.forget(worker, rank)
 
     # ---- deciding ----------------------------------------------------------------------------------------------------
 
@@ -168,35 +142,26 @@ class Planner:
             comp_s,
             facts.prompt_tokens,
             now_s,
-            out_tokens=self._pricer.out_tokens(facts),
+            answer=self._pricer.answer(facts),
             slo_tpot_s=facts.slo_tpot_s,
         )
-        decode = _Stay(worker, holder, booking)
+        decode = Stay(worker, holder, booking)
         self._turn += 1
         self._turns[holder] = self._turn
         flight = self._flights[facts.request_id] = _Flight(facts, plan, prompt, decode, decision.held)
-        self._assume(flight, decode, plan.chosen.cached_tokens, now_s)
+        self.holdings.assume(decode, facts, prompt, plan.chosen.cached_tokens, now_s)
         if choice is not None:
             self._book_prefill(flight, choice, now_s)
         return plan
 
     def _book_prefill(self, flight: _Flight, choice: Choice, now_s: float) -> None:
         worker, holder, load = choice.place
-        stay = flight.prefill = _Stay(worker, holder, Booking(load, choice.comp_s, flight.facts.prompt_tokens, now_s))
+        stay = flight.prefill = Stay(worker, holder, Booking(load, choice.comp_s, flight.facts.prompt_tokens, now_s))
         flight.pair = worker.name, flight.decode.worker.name
         self.pairs.start(flight.pair)
-        self._assume(flight, stay, choice.candidate.prefill_cached_tokens, now_s)
-
-    def _assume(self, flight: _Flight, stay: _Stay, cached_tokens: int, now_s: float) -> None:
-        if flight.prompt is None:
-            return
-        facts, worker = flight.facts, stay.worker
-        index, known = self.approximate, 0
-        if worker.publishes_events:
-            index, known = self.optimistic, cached_tokens // (worker.block_size() or USUAL_BLOCK_SIZE)
-        stay.keys = index.assume(
-            *stay.holder, flight.prompt, now_s, model=facts.model, lora=facts.lora, first_block=known
-        )
+        load.stall(choice.stall_s)
+        cached = choice.candidate.prefill_cached_tokens
+        self.holdings.assume(stay, flight.facts, flight.prompt, cached, now_s)
 
     def next_prefill(
         self,
@@ -222,12 +187,14 @@ class Planner:
                 flight.facts, excluded=flight.facts.excluded | {failed[0]}, keep_local=why if local else None
             )
         place = flight.decode.worker, flight.decode.holder, flight.decode.booking.load
-        held = {} if flight.prompt is None else self._held(flight.facts, flight.prompt, now_s)
+        held = {} if flight.prompt is None else self.holdings.held(flight.facts, flight.prompt, now_s)
         # What is assumed there by now is to come with this very request.
-        out = self._pricer.out_tokens(flight.facts)
+        out = self._pricer.answer(flight.facts).tokens
         ((price, _),) = self._pricer.local(flight.facts, [place], {place[1]: flight.held}, now_s, out_tokens=out)
-        here = msgspec.structs.replace(flight.plan.chosen, prefill=None, prefill_cached_tokens=0, price=price)
-        if self._remote.policy.by_cost and not flight.facts.prefill_hint:
+        here = msgspec.structs.replace(
+            flight.plan.chosen, prefill=None, peer=False, prefill_cached_tokens=0, price=price
+        )
+        if self._remote.prices_decide(flight.facts):
             _, choices = self._remote.by_cost(flight.facts, [(here, place)], held, available, now_s)
             choices = [each for each in choices if each.candidate.price.total_s < here.price.total_s - TIE_S]
         else:
@@ -270,10 +237,10 @@ class Planner:
         now_s: float,
         rng: random.Random,
     ) -> _Decision:
-        self._settle_unannounced(now_s)
+        self.holdings.settle(now_s)
         places = self._places(facts, available)
-        held = {} if prompt is None else self._held(facts, prompt, now_s)
-        out = self._pricer.out_tokens(facts)
+        held = {} if prompt is None else self.holdings.held(facts, prompt, now_s)
+        out = self._pricer.answer(facts).tokens
         priced = self._pricer.local(facts, places, held, now_s, out_tokens=out)
         judged = self._judge(facts, places, priced)
         turn, turns = self._turn, self._turns
@@ -286,7 +253,7 @@ class Planner:
         ranked = [best, *others][:CONSIDERED]
         considered = tuple(_candidate(places[o.position], priced[o.position], held) for o in ranked)
         decode = places[best.position]
-        if self._remote.policy.by_cost and not facts.prefill_hint:
+        if self._remote.prices_decide(facts):
             locals_ = [(c, places[o.position]) for c, o in zip(considered, ranked, strict=True)][:BEST]
             pd_reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s)
             if choices and choices[0].candidate.price.total_s >= considered[0].price.total_s - TIE_S:
@@ -349,18 +316,6 @@ class Planner:
             raise NoWorker(f"no worker that serves `{facts.model}` can take requests now")
         return usable
 
-    def _held(self, facts: RequestFacts, prompt: Prompt, now_s: float) -> dict[Holder, Match]:
-        held = self.index.match(prompt, model=facts.model, lora=facts.lora)
-        for assumed in (
-            self.optimistic.match(prompt, now_s=now_s, model=facts.model, lora=facts.lora),
-            self.approximate.match(prompt, now_s=now_s, model=facts.model, lora=facts.lora),
-        ):
-            for holder, match in assumed.items():
-                known = held.get(holder)
-                if known is None or known.reach_tokens < match.reach_tokens:
-                    held[holder] = match
-        return held
-
     # ---- how it went -------------------------------------------------------------------------------------------------
 
     def observe(self, request_id: str, outcome: Outcome, now_s: float) -> None:
@@ -375,13 +330,14 @@ class Planner:
             if flight.pair is not None:
                 self.pairs.worked(flight.pair)
                 flight.pair = None
-            self._confirm(flight.decode, flight.planned_s)
+            self.holdings.confirm(flight.decode, flight.planned_s)
         elif kind is OutcomeKind.TOKEN:
             flight.decode.booking.grow(outcome.n_tokens)
             load = flight.decode.booking.load
             self._learner.tokens(flight.trace, flight.decode.worker, load, outcome.n_tokens, now_s)
         elif kind is OutcomeKind.CACHED_TOKENS:
-            self._correct(flight, outcome.n_tokens)
+            if flight.prompt is not None and not flight.plan.remote:
+                self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens, flight.planned_s)
         elif kind is OutcomeKind.PREFILL_DONE:
             if flight.prefill is not None:
                 self._learner.prefill_done(flight.facts, flight.plan, flight.trace, flight.prefill.worker, now_s)
@@ -399,7 +355,7 @@ class Planner:
             decode = flight.decode
             prefilled = not decode.booking.prefilling or kind is OutcomeKind.END
             decode.booking.settle(now_s)
-            self._release_blocks(decode, flight.planned_s, prefilled, now_s)
+            self.holdings.release(decode, flight.planned_s, prefilled, now_s)
 
     def in_flight(self) -> int:
         return len(self._flights)
@@ -408,46 +364,12 @@ class Planner:
         stay, flight.prefill = flight.prefill, None
         if stay is not None:
             stay.booking.settle(now_s)
-            self._release_blocks(stay, flight.planned_s, prefilled, now_s)
+            self.holdings.release(stay, flight.planned_s, prefilled, now_s)
 
     def _end_pair(self, flight: _Flight) -> None:
         pair, flight.pair = flight.pair, None
         if pair is not None:
             self.pairs.gave_up(pair)
-
-    def _confirm(self, stay: _Stay, planned_s: float) -> None:
-        """Give up the assumption when the worker's events have said so themselves."""
-        if stay.keys and stay.worker.publishes_events and self.index.holds(*stay.holder, stay.keys[-1]):
-            self.optimistic.retract(*stay.holder, stay.keys, planned_s)
-            stay.keys = []
-
-    def _release_blocks(self, stay: _Stay, planned_s: float, prefilled: bool, now_s: float) -> None:
-        if not stay.keys:
-            return
-        if not stay.worker.publishes_events:
-            if not prefilled:
-                self.approximate.retract(*stay.holder, stay.keys, planned_s)
-            return
-        self._confirm(stay, planned_s)
-        if stay.keys:
-            until_s = now_s + EVENT_GRACE_S if prefilled else now_s
-            self._unannounced.append((until_s, stay.holder, stay.keys, planned_s))
-
-    def _settle_unannounced(self, now_s: float) -> None:
-        for _ in range(len(self._unannounced)):
-            until_s, holder, keys, planned_s = self._unannounced.popleft()
-            if until_s <= now_s or self.index.holds(*holder, keys[-1]):
-                self.optimistic.retract(*holder, keys, planned_s)
-            else:
-                self._unannounced.append((until_s, holder, keys, planned_s))
-
-    def _correct(self, flight: _Flight, cached_tokens: int) -> None:
-        if flight.prompt is None or flight.decode.worker.publishes_events or flight.plan.remote:
-            return
-        facts = flight.facts
-        self.approximate.correct(
-            *flight.decode.holder, flight.prompt, cached_tokens, flight.planned_s, model=facts.model, lora=facts.lora
-        )
 
 
 def _prompt(facts: RequestFacts) -> Prompt | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from indexer import Holder, Match, PrefixIndex
+from scorer.answers import Answer
 from scorer.calibrate import Calibration, Part
 from scorer.cost import CostModel
 from scorer.fleet import STALE_S, Worker
@@ -16,6 +18,8 @@ from scorer.types import EngineStats, Price, RequestFacts
 
 Place = tuple[Worker, Holder, Load]
 """A rank that could take a request."""
+_SIGMA = 1.25
+"""sqrt(pi / 2): a standard deviation over a mean absolute error, of what is distributed normally."""
 USUAL_BLOCK_SIZE = 16
 """vLLM's default, until an engine says its own."""
 
@@ -28,10 +32,12 @@ class Pricer:
         self._calibration = calibration
         self._index = index
 
-    def out_tokens(self, facts: RequestFacts) -> float:
+    def answer(self, facts: RequestFacts) -> Answer:
         """How long the answer is thought to get."""
-        expected = self.cost.constants.expected_output_tokens * self._calibration.value(Part.OUTPUT, facts.model)
-        return expected if facts.max_output_tokens is None else min(expected, facts.max_output_tokens)
+        tokens = self.cost.constants.expected_output_tokens * self._calibration.value(Part.OUTPUT, facts.model)
+        if facts.max_output_tokens is not None and facts.max_output_tokens <= tokens:
+            return Answer(facts.max_output_tokens)
+        return Answer(tokens, _SIGMA * self._calibration.spread(Part.OUTPUT, facts.model, 0.0))
 
     def step_s(self, worker: Worker, streams: float, kv_tokens: float) -> float:
         return worker.step_factor * self.cost.step_s(streams, kv_tokens, worker.weight)
@@ -125,16 +131,23 @@ class Pricer:
         return priced
 
     def remote(
-        self, facts: RequestFacts, decode: Place, prefill: str, at_decode: Price, at_prefill: Price, held_tokens: int
+        self,
+        facts: RequestFacts,
+        decode: Place,
+        prefill: str,
+        at_decode: Price,
+        at_prefill: Price,
+        held_tokens: int,
+        meeting_s: float = 0.0,
     ) -> Price:
         """The prompt computed by `prefill`, at whose price that is `at_prefill`, and its KV pulled to `decode`, which
-        holds `held_tokens` of it.
+        holds `held_tokens` of it; `meeting_s` before the pull, they shake hands.
         """
         worker, _, load = decode
         c = self.cost.constants
         blocks = -(-(facts.prompt_tokens - held_tokens) // (worker.block_size() or USUAL_BLOCK_SIZE))
         factor = self._calibration.value(Part.PULL, pair_name(prefill, worker.name))
-        pull_s = factor * (c.pull_base_s + c.pull_per_block_s * blocks)
+        pull_s = meeting_s + factor * (c.pull_base_s + c.pull_per_block_s * blocks)
         wait_s = max(0.0, at_decode.wait_s - at_prefill.ttft_s)
         streams = len(load.streaming)
         step_s = self.step_s(worker, streams + 1, load.kv_tokens)
@@ -187,11 +200,22 @@ class Pricer:
         safe = safe_ratio(spread)
         for booking in load.streaming:
             objective_s = booking.slo_tpot_s
-            if objective_s is not None:
-                lost_s = booking.stalled_s / booking.out_tokens
-                then_s = after_s + lost_s + stall_s / booking.out_tokens
-                if then_s * safe > objective_s:
-                    late += late_share(then_s, objective_s, spread) - late_share(before_s + lost_s, objective_s, spread)
+            if objective_s is None:
+                continue
+            answer, lost_s = booking.answer, booking.stalled_s
+            if answer.varies:
+                # Too short are those that end before each token has had its part of what is lost.
+                done = booking.done_tokens + 1
+                slack_s = objective_s - after_s
+                then = (lost_s + stall_s) / slack_s if slack_s > 0 else math.inf
+                if then > done:
+                    slack_s = objective_s - before_s
+                    late += answer.ends_between(lost_s / slack_s if slack_s > 0 else math.inf, then, done)
+                continue
+            then_s = after_s + (lost_s + stall_s) / answer.tokens
+            if then_s * safe > objective_s:
+                late += late_share(then_s, objective_s, spread)
+                late -= late_share(before_s + lost_s / answer.tokens, objective_s, spread)
         return late if late > 0 else 0.0
 
     def _spread(self, worker: Worker) -> float:

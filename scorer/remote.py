@@ -35,6 +35,8 @@ class Choice(msgspec.Struct, frozen=True):
     place: Place
     comp_s: float
     """Its computing, as it is booked there."""
+    stall_s: float
+    """What each answer that runs there loses by it."""
 
 
 class Remote:
@@ -57,7 +59,7 @@ class Remote:
         rng: random.Random,
     ) -> tuple[PdReason, list[Choice]]:
         """Why, and where: no choices mean local; else the first is chosen."""
-        kept = self._kept_local(facts, decode[0])
+        kept = self.kept_local(facts, decode[0])
         if kept is not None:
             return kept, []
         if not facts.prefill_hint and not self.policy.rule(facts.prompt_tokens, local.cached_tokens):
@@ -80,7 +82,7 @@ class Remote:
         """Pairs of the given decode workers and the best prefill workers, the cheapest first; or why there are none.
         `PdReason.COST`: the prices decide.
         """
-        kept = self._kept_local(facts, locals_[0][1][0])
+        kept = self.kept_local(facts, locals_[0][1][0])
         if kept is not None:
             return kept, []
         choices, nobody = self._choices(facts, locals_, held, available, now_s, by_cost=True)
@@ -88,7 +90,8 @@ class Remote:
             return nobody, []
         return PdReason.COST, sorted(choices, key=lambda choice: choice.candidate.price.total_s)
 
-    def _kept_local(self, facts: RequestFacts, decode: Worker) -> PdReason | None:
+    def kept_local(self, facts: RequestFacts, decode: Worker) -> PdReason | None:
+        """Why the prompt can only be computed by `decode` itself, if so."""
         if facts.keep_local is not None:
             return facts.keep_local
         block_size = decode.block_size()
@@ -127,7 +130,7 @@ class Remote:
             for (local, decode), streams_late in zip(locals_, late, strict=True):
                 names = (place[0].name, decode[0].name)
                 if self.pairs.allows(names, now_s):
-                    out.append(self._choice(facts, local, decode, place, price, cached, streams_late))
+                    out.append(self.choice(facts, local, decode, place, price, cached, streams_late))
                 elif why is not PdReason.PAIR_BROKEN:
                     broken = self.pairs.incompatible(names) is None
                     why = PdReason.PAIR_BROKEN if broken else PdReason.PAIR_INCOMPATIBLE
@@ -150,7 +153,7 @@ class Remote:
             and (not hinted or place[0].name in hinted)
         ]
 
-    def _choice(
+    def choice(
         self,
         facts: RequestFacts,
         local: Candidate,
@@ -159,12 +162,24 @@ class Remote:
         at_prefill: Price,
         cached_tokens: int,
         streams_late: float | None,
+        meeting_s: float = 0.0,
     ) -> Choice:
-        price = self._pricer.remote(facts, decode, place[0].name, local.price, at_prefill, local.cached_tokens)
+        """`place` computes the prompt, at the price `at_prefill`, for the local way `local` of `decode`. `streams_late`
+        as in `Pricer.judged`; None: broken objectives are not counted. `meeting_s` as in `Pricer.remote`.
+        """
+        price = self._pricer.remote(
+            facts, decode, place[0].name, local.price, at_prefill, local.cached_tokens, meeting_s
+        )
         if streams_late is not None:
             price = self._pricer.judged(facts, decode, price, streams_late)
-        candidate = msgspec.structs.replace(local, prefill=place[1], prefill_cached_tokens=cached_tokens, price=price)
-        return Choice(candidate, decode, place, at_prefill.comp_s)
+        candidate = msgspec.structs.replace(
+            local,
+            prefill=place[1],
+            peer=place[0].role is not Role.PREFILL,
+            prefill_cached_tokens=cached_tokens,
+            price=price,
+        )
+        return Choice(candidate, decode, place, at_prefill.comp_s, at_prefill.stall_s)
 
 
 def _preferred(choices: list[Choice], names: Sequence[str]) -> list[Choice]:

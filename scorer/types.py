@@ -16,11 +16,19 @@ from indexer import Holder
 
 
 class Role(Enum):
-    """What a worker may be asked to do. BOTH serves whole requests."""
+    """What a worker may be asked to do. BOTH serves whole requests; SOURCE decodes for somebody else, and here is asked
+    only for prompts of which it holds more than those who decode here.
+    """
 
     BOTH = "both"
     PREFILL = "prefill"
     DECODE = "decode"
+    SOURCE = "source"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether clients' requests may be decoded there."""
+        return self is Role.BOTH or self is Role.DECODE
 
 
 class TokenSource(Enum):
@@ -58,6 +66,9 @@ class PdReason(Enum):
     HINT = "hint"
     NO_HINT = "no_hint"
     PLAN = "plan"
+    # Local, and somebody in front of us has named a source that was of no use.
+    SOURCE_UNUSABLE = "source_unusable"
+    SOURCE_HOLDS_NO_MORE = "source_holds_no_more"
     # Local after all: what was tried remotely did not work.
     PREFILL_FAILED = "prefill_failed"
     PREFILL_TIMEOUT = "prefill_timeout"
@@ -66,6 +77,10 @@ class PdReason(Enum):
     LEASE_OVER = "lease_over"
     KV_LOAD_FAILED = "kv_load_failed"
     DECODE_FAILED = "decode_failed"
+
+
+LOCAL, REMOTE, PEER = CHOICES = ("local", "remote", "peer")
+"""Values of `Plan.choice`."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +116,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     subset: frozenset[str] | None = None
     excluded: frozenset[str] = frozenset()
     """Workers that already failed this request."""
-    kv_source: Holder | None = None
-    """A holder whose KV blocks could be pulled (`x-kv-cache-source-host-port`)."""
+    kv_source: str | None = None
+    """A worker said to hold the prompt's beginning (`x-kv-cache-source-host-port`): it is asked for it if it can be."""
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,11 +150,12 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One way to serve a request, with its price: `decode` serves it; with `prefill`, that worker computes the
-    prompt.
+    prompt. `peer`: it is no prefill worker, but holds more of the prompt.
     """
 
     decode: Holder
     prefill: Holder | None = None
+    peer: bool = False
     cached_tokens: int = 0
     """Prompt tokens the decode worker need not compute."""
     prefill_cached_tokens: int = 0
@@ -166,7 +182,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remote(self) -> bool:
+        """Whether another worker computes the prompt."""
         return self.chosen.prefill is not None
+
+    @property
+    def choice(self) -> str:
+        """local, remote (a prefill worker computes the prompt) or peer (one that decodes too, and holds more of it)."""
+        if self.chosen.prefill is None:
+            return LOCAL
+        return PEER if self.chosen.peer else REMOTE
 
 
 class OutcomeKind(Enum):

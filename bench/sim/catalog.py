@@ -63,7 +63,17 @@ def mooncake_full(options: Options) -> Cell:
 
 def azure(options: Options) -> Cell:
     """Azure's conversation lengths on 4 H100 (8B), as whole servers or, with --prefill and --decode, apart."""
-    rows = _rows(options, read_azure, like_azure, 4000)
+    return _on_h100(options, _rows(options, read_azure, like_azure, 4000))
+
+
+def recorded(options: Options) -> Cell:
+    """What `warmroute record` has written (--trace), on the same servers."""
+    if options.trace is None:
+        raise ValueError("the workload recorded needs --trace FILE, a file of warmroute record")
+    return _on_h100(options, read_mooncake(options.trace, options.requests))
+
+
+def _on_h100(options: Options, rows: list[Row]) -> Cell:
     apart = options.prefill or options.decode
     fleet = servers(
         "h100-llama3-8b", both=0 if apart else options.both or 4, prefill=options.prefill or 0,
@@ -131,6 +141,18 @@ def shift(options: Options) -> Cell:
     return replace(hotspot(options), workload=load)
 
 
+def documents(options: Options) -> Cell:
+    """Half of the requests share one of 64 beginnings of 16k tokens, another one every 20 s; the same servers."""
+    load = Hotspot(
+        options.seed,
+        rate=options.rate or 40.0,
+        duration_s=options.duration_s or 60,
+        shift_s=20,
+        shared_tokens=16_384,
+    )
+    return replace(hotspot(options), workload=load)
+
+
 def restart(options: Options) -> Cell:
     """The hotspot, and a server is gone for 10 s after a third of the time."""
     cell = hotspot(options)
@@ -148,6 +170,7 @@ WORKLOADS: dict[str, Callable[[Options], Cell]] = {
     "mooncake": mooncake,
     "mooncake-full": mooncake_full,
     "azure": azure,
+    "recorded": recorded,
     "ladder": ladder,
     "gsp": gsp,
     "gsp-shuffled": gsp_shuffled,
@@ -156,6 +179,7 @@ WORKLOADS: dict[str, Callable[[Options], Cell]] = {
     "mixed": mixed,
     "hotspot": hotspot,
     "shift": shift,
+    "documents": documents,
     "restart": restart,
     "loss": loss,
 }

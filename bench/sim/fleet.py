@@ -82,6 +82,8 @@ class FleetSpec:
     optimistic_ttl_s: float = 4.0
     prior_factor: float = 1.0
     """How many times too slow everybody's cost priors say the servers are."""
+    nixl: bool = False
+    """Whether the engines tell of a KV connector, by which those that decode hand prompts over to each other."""
     pd_policy: str = "cost"
     """What a planner is told to do where it is not told otherwise."""
     faults: tuple[Fault, ...] = ()

@@ -40,6 +40,7 @@ class Hardware:
             hop_s=link.hop_s,
             pull_base_s=link.base_s,
             pull_per_block_s=per_block_s,
+            first_contact_s=link.first_contact_s,
             step_base_s=timing.step_base_s,
             step_per_stream_s=timing.step_per_seq_s,
             step_per_kv_token_s=timing.step_per_kv_token_s,

@@ -16,8 +16,8 @@ from bench.sim.grid import Cell, Traces
 from bench.sim.sweep import Ran
 
 _TELLING = (
-    "ahead", "against", "figure", "jobs", "kept", "measured", "mixed_load", "page", "reasons", "tables", "targets",
-    "validate",
+    "ahead", "against", "catalog", "decisions", "figure", "jobs", "kept", "measured", "mixed_load", "page", "plot",
+    "reasons", "tables", "targets", "validate",
 )  # fmt: skip
 """Modules of bench/sim that only order runs or tell of them: with a change of theirs a run is still the same."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 _PULLS: Final = (
-    "the clairvoyant arm fetches prefixes from other engines, which the planner does not; the one that knows as much"
-    " and fetches nothing (clairvoyant-local) is slower than ours on the generated trace"
+    "the clairvoyant arm fetches prefixes from other engines, which the simulated planner does not; the one that knows"
+    " as much and fetches nothing (clairvoyant-local) is slower than ours on the generated trace"
 )
 
 WHY: Final[dict[str, str]] = {

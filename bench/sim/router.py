@@ -192,7 +192,9 @@ class Router(Protocol):
     """It looks prompts up and assumes blocks itself: the core need not, and its view assumes nothing."""
 
     def place(self, request: SimRequest, view: View, now_s: float, rng: random.Random) -> Placement:
-        """Where the request runs. The prefill worker must be one of `view.prefillers`."""
+        """Where the request runs. The prefill worker is one of `view.prefillers`, or (where engines have a connector,
+        `FleetSpec.nixl`) another of `view.decoders`.
+        """
 
     def observe(self, request_id: str, outcome: Outcome, now_s: float) -> None: ...
 

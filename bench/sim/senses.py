@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from bench.engine.events import Event
 from bench.engine.model import Engine
 from bench.sim.clock import Clock
@@ -108,6 +110,8 @@ class Senses:
         if sim.dead:
             return
         stats = _stats(sim.engine, self.prefill_times[name], self._clock.now_s, self._started_s[name])
+        if self._spec.nixl:
+            stats = msgspec.structs.replace(stats, nixl_bytes=0.0)
         self.fleet.set_stats(name, stats)
         self._view.worker(name).stats = stats
         self._router.scraped(name, stats)

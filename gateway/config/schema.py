@@ -119,10 +119,16 @@ class PdConfig(_Section, frozen=True):
     policy: Annotated[
         NonEmpty | None,
         Meta(
-            description="Where a prompt is computed: header, local, always-remote, threshold:N, isl:N,RATIO or "
-            "isl-ratio:N,RATIO; null: header in the sidecar, threshold:1024 in the gateway."
+            description="Where a prompt is computed: cost, header, local, always-remote, threshold:N, isl:N,RATIO or "
+            "isl-ratio:N,RATIO; null: header in the sidecar, cost in the gateway."
         ),
     ] = None
+    peers: Annotated[
+        bool,
+        Meta(
+            description="With policy cost, also ask a worker that decodes for a prompt it holds more of, through NIXL."
+        ),
+    ] = True
     no_hint: Annotated[
         Literal["decide", "local"],
         Meta(description="In the sidecar, a request without a hint header: pd.policy decides, or it is local."),

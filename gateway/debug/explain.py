@@ -57,7 +57,7 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         "policy": plan.policy,
         "reason": plan.reason,
         "pd_policy": core.config.pd.policy,
-        "choice": "remote" if plan.remote else "local",
+        "choice": plan.choice,
         "pd_reason": plan.pd_reason.value,
         "n_candidates": plan.n_candidates,
         "unavailable": sorted(set(core.fleet.workers) - set(available)),
@@ -121,7 +121,7 @@ def _table(answer: dict[str, Any]) -> str:
         price = candidate["price"]
         worker, rank = candidate["decode"]
         if candidate["prefill"]:
-            worker += f" (prefill {candidate['prefill'][0]})"
+            worker += f" ({'peer' if candidate['peer'] else 'prefill'} {candidate['prefill'][0]})"
         values = [f"{price[f'{name}_s']:.4f}" for name in _COMPONENTS]
         cached = str(candidate["cached_tokens"])
         rows.append([worker, str(rank), cached, f"{price['total_s']:.4f}", f"{price['ttft_s']:.4f}", *values])

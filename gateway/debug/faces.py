@@ -23,6 +23,7 @@ from gateway.proxy.access import AccessLog
 from gateway.proxy.body import read_body
 from gateway.proxy.errors import SERVER_NAME, json_response
 from gateway.proxy.server import Page, run_page, target_of
+from gateway.record.recorder import PATH as RECORD
 
 _SECRET_KEY = re.compile(r"(^|_)(api_key|password|secret|token)$")
 _MASK = "********"
@@ -58,6 +59,7 @@ class Faces:
             "/debug/config": _read_only(self._config),
             "/debug/explain": self._explain,
             "/debug/learned": _read_only(self._learned),
+            RECORD: self._core.recorder.page,
         }
 
     def _health(self, request: web.BaseRequest) -> web.Response:

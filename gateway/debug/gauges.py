@@ -107,7 +107,7 @@ class FleetGauges(Collector):
         )
         held = self._core.handoffs.releases.stranded.tokens(now_s)
         for worker in self._core.fleet.workers.values():
-            if worker.role is Role.PREFILL:
+            if worker.role is Role.PREFILL or worker.name in held:
                 stranded.add_metric([worker.name], held.get(worker.name, 0))
         yield stranded
         broken = GaugeMetricFamily(
@@ -120,7 +120,7 @@ class FleetGauges(Collector):
             family = CounterMetricFamily(f"warmroute_{name}", text, labels=[role.value])
             for worker in self._core.fleet.workers.values():
                 value = None if worker.stats is None else getattr(worker.stats, field)
-                if value is not None and worker.role is role:
+                if value is not None and (worker.role.decodes or worker.role is role):
                     family.add_metric([worker.name], value)
             yield family
 

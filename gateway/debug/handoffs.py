@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.metrics import MetricWrapperBase
 
-from scorer.types import PdReason
+from scorer.types import LOCAL, PEER, REMOTE, PdReason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
 
@@ -69,15 +69,18 @@ class HandoffMetrics:
         for outcome in ("ok", "failed", "dropped"):
             self._releases.labels(outcome)
         for reason in PdReason:
-            self._decisions.labels("local", reason.value)
+            self._decisions.labels(LOCAL, reason.value)
         for reason in (PdReason.POLICY, PdReason.THRESHOLD, PdReason.HINT):
-            self._decisions.labels("remote", reason.value)
+            self._decisions.labels(REMOTE, reason.value)
+        for reason in (PdReason.COST, PdReason.HINT):
+            self._decisions.labels(PEER, reason.value)
 
-    def decided(self, *, remote: bool, reason: PdReason) -> None:
-        self._decisions.labels("remote" if remote else "local", reason.value).inc()
+    def decided(self, choice: str, reason: PdReason) -> None:
+        """`choice` as in `Plan.choice`."""
+        self._decisions.labels(choice, reason.value).inc()
 
-    def stage(self, *, remote: bool, stage: str, outcome: str) -> None:
-        self._stages.labels("remote" if remote else "local", stage, outcome).inc()
+    def stage(self, choice: str, *, stage: str, outcome: str) -> None:
+        self._stages.labels(choice, stage, outcome).inc()
 
     def prefilled(self, prefill: str, wait_s: float, compute_s: float) -> None:
         self._prefills.add(prefill)

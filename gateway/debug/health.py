@@ -70,7 +70,7 @@ def health(core: Core) -> dict[str, Any]:
 
 def is_usable(core: Core, worker: Worker) -> bool:
     """Whether it can answer clients' requests now."""
-    return worker.role is not Role.PREFILL and is_ready(core, worker)
+    return worker.role.decodes and is_ready(core, worker)
 
 
 def is_ready(core: Core, worker: Worker) -> bool:

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.metrics import MetricWrapperBase
 
-from scorer.types import TokenSource
+from scorer.types import CHOICES, TokenSource
 
 # From an idle small model's first token to a queue nobody should wait in.
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
@@ -84,9 +84,9 @@ class Metrics:
         )
         self._request_series: dict[tuple[str, int], Counter] = {}
         self._workers: dict[str, Counter] = {}
-        self._decided: dict[tuple[bool, TokenSource], Counter] = {
-            (remote, source): self._decisions.labels(policy, "remote" if remote else "local", source.value)
-            for remote in (False, True)
+        self._decided: dict[tuple[str, TokenSource], Counter] = {
+            (choice, source): self._decisions.labels(policy, choice, source.value)
+            for choice in CHOICES
             for source in TokenSource
         }
         for family, reasons in ((self._rejected, REJECTED), (self._retries, RETRIED), (self._cut, CUT)):
@@ -122,8 +122,9 @@ class Metrics:
     def cut(self, reason: str) -> None:
         self._cut.labels(reason).inc()
 
-    def decided(self, *, remote: bool, source: TokenSource) -> None:
-        self._decided[remote, source].inc()
+    def decided(self, choice: str, source: TokenSource) -> None:
+        """`choice` as in `Plan.choice`."""
+        self._decided[choice, source].inc()
 
     def ejected(self, worker: str) -> None:
         series = self._workers.get(worker)

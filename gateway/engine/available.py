@@ -20,7 +20,7 @@ class Available:
 
     def decoders(self) -> list[str]:
         """Those that answer clients: of role decode, or both."""
-        return [name for name in self.names() if self._workers[name].role is not Role.PREFILL]
+        return [name for name in self.names() if self._workers[name].role.decodes]
 
     def prefills(self) -> list[str]:
         return [name for name in self.names() if self._workers[name].role is Role.PREFILL]

@@ -92,10 +92,10 @@ class Handoff:
     def _next(self, failure: LegFailed, tries: int) -> None:
         """The next prefill worker, or none."""
         shared, flight = self._shared, self._flight
-        settings = shared.settings
+        settings, planned = shared.settings, flight.plan
         names = self._names()
         shared.metrics.handoff(*names, failure.why.value)
-        shared.metrics.stage(remote=True, stage="prefill", outcome=failure.why.value)
+        shared.metrics.stage(planned.choice, stage="prefill", outcome=failure.why.value)
         _log.log(
             logging.DEBUG if failure.why is PdReason.NO_PARAMS and failure.everywhere else logging.WARNING,
             "prefill on %s for %s: %s (%s)",
@@ -114,7 +114,7 @@ class Handoff:
         )
         if plan is None:
             raise ConnectionResetError("the request has ended")
-        if not plan.remote and not settings.then_local and not failure.everywhere:
+        if not plan.remote and not settings.then_local and not (failure.everywhere or planned.chosen.peer):
             raise ApiError(
                 504 if failure.why is PdReason.PREFILL_TIMEOUT else 502,
                 f"No prefill worker computed the prompt ({failure.why.value}).",
@@ -184,9 +184,12 @@ class Handoff:
             raise
         try:
             answered_s, data = asked.result()
-        except RefusedByPrefill:
+        except RefusedByPrefill as refusal:
+            if flight.plan.chosen.peer:  # Nobody depends on it: whether the request is right, the decode worker says.
+                why = f"it answered with status {refusal.status}"
+                raise LegFailed(PdReason.PREFILL_FAILED, why, everywhere=True) from refusal
             shared.metrics.handoff(*self._names(), "refused")
-            shared.metrics.stage(remote=True, stage="prefill", outcome="refused")
+            shared.metrics.stage(flight.plan.choice, stage="prefill", outcome="refused")
             raise
         self._note_prefill(name, began_s)
         return self._offer(legs, leg, data, answered_s)
@@ -244,7 +247,7 @@ class Handoff:
             shared.releases.stranded.add(legs.prefill_worker, held, lease_ends_s)
             other = isinstance(exc, OtherPrompt)
             raise LegFailed(PdReason.BAD_PARAMS, str(exc), pair=not other, everywhere=other) from exc
-        shared.metrics.stage(remote=True, stage="prefill", outcome="ok")
+        shared.metrics.stage(self._flight.plan.choice, stage="prefill", outcome="ok")
         return Offer(
             legs,
             answer,

@@ -16,6 +16,7 @@ from gateway.handoff.engine_ids import EngineIds
 from gateway.handoff.stranded import Stranded
 from scorer.fleet import Fleet, Worker
 from scorer.pairs import Pairs
+from scorer.peers import hands_over
 from scorer.types import Role
 
 _FAILING_S = 60.0
@@ -48,9 +49,9 @@ class Pairing:
         if worker is None:
             return
         for other in self._fleet.workers.values():
-            prefill, decode = (worker, other) if worker.role is Role.PREFILL else (other, worker)
-            if prefill.role is Role.PREFILL and decode.role is not Role.PREFILL:
-                self._pairs.set_incompatible((prefill.name, decode.name), self._apart(prefill, decode))
+            for prefill, decode in ((worker, other), (other, worker)):
+                if decode.role.decodes and (prefill.role is Role.PREFILL or _are_peers(prefill, decode)):
+                    self._pairs.set_incompatible((prefill.name, decode.name), self._apart(prefill, decode))
 
     def restarted(self, name: str, alive_s: float = math.inf) -> None:
         """What it held for others is gone, and so is the state its breakers were about. `alive_s`: when the old process
@@ -88,11 +89,12 @@ class Pairing:
             if one is not None and other is not None and one != other:
                 return f"different {what}: {one} and {other}"
         for worker, peer in ((prefill, decode), (decode, prefill)):
-            if _has_nixl(worker) is False and _has_nixl(peer):
+            if hands_over(worker) is False and hands_over(peer):
                 return f"{worker.name} has no NIXL connector"  # Of the same version, it would say so too.
         return None
 
 
-def _has_nixl(worker: Worker) -> bool | None:
-    """Whether the engine counts NIXL transfers; None before it was asked."""
-    return None if worker.stats is None else worker.stats.nixl_bytes is not None
+def _are_peers(source: Worker, decode: Worker) -> bool:
+    """Whether the first could hand prompts over to the second that it holds more of."""
+    alike = (source.models or frozenset()) & (decode.models or frozenset())
+    return source is not decode and bool(alike and hands_over(source) and hands_over(decode))

@@ -69,7 +69,7 @@ class Releases:
         headers: CIMultiDict[str] = CIMultiDict({"Content-Type": "application/json"})
         if authorization is not None:
             headers["Authorization"] = authorization
-        task = asyncio.get_running_loop().create_task(self._release(number, decode, headers, body))
+        task = asyncio.get_running_loop().create_task(self._release(number, prefill, decode, headers, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -81,8 +81,8 @@ class Releases:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _release(self, number: int, decode: str, headers: CIMultiDict[str], body: bytes) -> None:
-        others = [name for name in self._decoders() if name != decode]
+    async def _release(self, number: int, prefill: str, decode: str, headers: CIMultiDict[str], body: bytes) -> None:
+        others = [name for name in self._decoders() if name not in (prefill, decode)]
         for name in [decode, *others[:1]]:
             upstream = self._upstreams.get(name)
             if upstream is not None and await self._ask(upstream, headers, body):

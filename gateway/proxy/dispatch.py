@@ -128,7 +128,7 @@ class Dispatch:
         try:
             return await self._fetch(flight, offer, fresh=fresh)
         except AttemptFailed as failure:
-            self._handoff_failed(offer, PdReason.DECODE_FAILED, failure.reason)
+            self._handoff_failed(flight, offer, PdReason.DECODE_FAILED, failure.reason)
             offer.written = False  # Who has it is not going to use it.
             raise
         except BehindSidecar as exc:
@@ -136,11 +136,11 @@ class Dispatch:
             self._behind_sidecar(offer)
             return exc.answer
         except LeaseOver:
-            self._handoff_failed(offer, PdReason.LEASE_OVER, "no whole request before the deadline")
+            self._handoff_failed(flight, offer, PdReason.LEASE_OVER, "no whole request before the deadline")
             self._give_back()
             return await self._alone(flight, PdReason.LEASE_OVER)
         except LoadFailed as failure:
-            self._handoff_failed(offer, PdReason.KV_LOAD_FAILED, str(failure))
+            self._handoff_failed(flight, offer, PdReason.KV_LOAD_FAILED, str(failure))
             self._unused(offer)
             pair = offer.legs.prefill_worker, offer.legs.decode_worker
             answer = await self._alone(flight, PdReason.KV_LOAD_FAILED)
@@ -149,7 +149,7 @@ class Dispatch:
             return answer
         except Rejected as exc:
             # Perhaps because of what we added (a longer body, Expect): without that it is the client's answer.
-            self._handoff_failed(offer, PdReason.DECODE_FAILED, f"status {exc.status}")
+            self._handoff_failed(flight, offer, PdReason.DECODE_FAILED, f"status {exc.status}")
             self._unused(offer)
             return await self._alone(flight, PdReason.DECODE_FAILED)
 
@@ -191,12 +191,12 @@ class Dispatch:
         self._note_local(flight)
         return await self._attempt(flight, self._sending.raw, fresh=False)
 
-    def _handoff_failed(self, offer: Offer, why: PdReason, detail: str) -> None:
+    def _handoff_failed(self, flight: Flight, offer: Offer, why: PdReason, detail: str) -> None:
         legs = offer.legs
         _log.warning("handoff from %s to %s: %s (%s)", legs.prefill_worker, legs.decode_worker, why.value, detail)
         metrics = self._parts.handoffs.metrics
         metrics.handoff(legs.prefill_worker, legs.decode_worker, why.value)
-        metrics.stage(remote=True, stage="decode", outcome=why.value)
+        metrics.stage(flight.plan.choice, stage="decode", outcome=why.value)
         metrics.retried("decode", why.value)
 
     def _take_off(self, facts: RequestFacts, plan: Plan) -> Flight:
@@ -211,8 +211,8 @@ class Dispatch:
 
     def _note_plan(self, flight: Flight) -> None:
         plan, facts, record = flight.plan, flight.facts, self._record
-        self._parts.metrics.decided(remote=plan.remote, source=facts.token_source)
-        self._parts.handoffs.metrics.decided(remote=plan.remote, reason=plan.pd_reason)
+        self._parts.metrics.decided(plan.choice, facts.token_source)
+        self._parts.handoffs.metrics.decided(plan.choice, plan.pd_reason)
         if not plan.remote:
             self._note_local(flight)
         record.worker, record.rank = flight.holder
@@ -229,7 +229,7 @@ class Dispatch:
 
     def _note_choice(self, flight: Flight) -> None:
         record, plan = self._record, flight.plan
-        record.choice = "remote" if plan.remote else "local"
+        record.choice = plan.choice
         record.pd_reason = plan.pd_reason.value
         if self.handoff is not None:
             record.prefill = self.handoff.prefiller
@@ -354,10 +354,9 @@ class Dispatch:
         try:
             flight, offer = self.flight, self._offer
             if flight is not None and not flight.ended:
-                remote = flight.plan.remote
                 metrics = self._parts.handoffs.metrics
-                stage = "prefill" if remote and offer is None else "decode"
-                metrics.stage(remote=remote, stage=stage, outcome="cancelled")
+                stage = "prefill" if flight.plan.remote and offer is None else "decode"
+                metrics.stage(flight.plan.choice, stage=stage, outcome="cancelled")
                 if offer is not None and not offer.fetched:
                     metrics.handoff(offer.legs.prefill_worker, offer.legs.decode_worker, "cancelled")
                 flight.cancel()

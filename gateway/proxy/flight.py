@@ -22,7 +22,10 @@ _REPORT_ALIVE_S = 0.5
 class Flight:
     """A booked attempt. Its outcome is END, ERROR or CANCELLED, whichever is said first; the rest is ignored."""
 
-    __slots__ = ("_alive_again_s", "_health", "_paused", "_planner", "_ticket", "_tokens", "ended", "facts", "plan")
+    __slots__ = (
+        "_alive_again_s", "_health", "_paused", "_planner", "_ticket", "_tokens", "ended", "facts", "plan",
+        "streamed_tokens",
+    )  # fmt: skip
 
     def __init__(self, planner: Planner, health: Health, facts: RequestFacts, plan: Plan) -> None:
         self._planner = planner
@@ -30,6 +33,8 @@ class Flight:
         self.facts = facts
         self.plan = plan
         self.ended = False
+        self.streamed_tokens = 0
+        """About as many went by."""
         self._tokens = 0
         self._alive_again_s = 0.0
         self._paused: tuple[float, float] | None = None
@@ -60,6 +65,7 @@ class Flight:
         if now_s >= self._alive_again_s:
             self._alive_again_s = now_s + _REPORT_ALIVE_S
             self._heard(now_s)
+        self.streamed_tokens += n_tokens
         self._tokens += n_tokens
         if self._tokens >= REPORT_TOKENS:
             outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens)

@@ -32,7 +32,7 @@ from gateway.proxy.headers import LEG_HEADER, OUTCOME_HEADER, request_headers, r
 from gateway.proxy.parts import Draining, Parts
 from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
-from gateway.proxy.usage import UsageTail
+from gateway.proxy.usage import Usage, UsageTail
 from gateway.request import BadRequest
 from gateway.sidecar.hints import NO_HINTS, Hints
 from indexer import Prompt
@@ -59,6 +59,7 @@ class Exchange:
         "_plan_id",
         "_relaying",
         "_server",
+        "_usage",
         "began_s",
         "headers",
         "record",
@@ -89,6 +90,7 @@ class Exchange:
         self.began_s = time.monotonic()
         self._dispatch: Dispatch | None = None
         self._plan_id: str | None = None
+        self._usage: Usage | None = None
         self._admitted = False
         self._relaying = False
 
@@ -223,9 +225,7 @@ class Exchange:
             flight.end()
         else:
             flight.refused(answer.status)
-        self._parts.handoffs.metrics.stage(
-            remote=flight.plan.remote, stage="decode", outcome="ok" if good else "refused"
-        )
+        self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")
         return response
 
     def _name_choice(self, headers: MutableMapping[str, str]) -> None:
@@ -252,7 +252,7 @@ class Exchange:
         )
 
     def _note_usage(self, flight: Flight, tail: UsageTail) -> None:
-        usage = tail.read()
+        usage = self._usage = tail.read()
         if usage is None:
             return
         self.record.output_tokens = usage.output_tokens
@@ -304,6 +304,20 @@ class Exchange:
             record.duration_ms = round(duration_s * 1000, 3)
             parts.metrics.request(record.worker, record.status, duration_s)
             parts.access.write(record)
+            if parts.recorder.active:
+                try:
+                    self._note_ended()
+                except Exception as exc:
+                    errors.log_unexpected(_log, "unexpected while recording; going on", exc)
+
+    def _note_ended(self) -> None:
+        """For the recordings under way: a prompt that was answered, or began to be."""
+        flight, usage = self._flight, self._usage or Usage()
+        if flight is None or not self._relaying or self.record.status >= 400 or self.route.tokens is None:
+            return
+        input_tokens = flight.facts.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        output_tokens = flight.streamed_tokens if usage.output_tokens is None else usage.output_tokens
+        self._parts.recorder.note(flight.facts, self.began_s, input_tokens, output_tokens)
 
 
 def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
@@ -314,7 +328,12 @@ def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
     if hints is NO_HINTS and keep_local is facts.keep_local:
         return facts
     return msgspec.structs.replace(
-        facts, keep_local=keep_local, prefill_hint=hints.prefill, rank=hints.rank, subset=hints.decode
+        facts,
+        keep_local=keep_local,
+        prefill_hint=hints.prefill,
+        kv_source=hints.kv_source,
+        rank=hints.rank,
+        subset=hints.decode,
     )
 
 

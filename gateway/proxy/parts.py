@@ -17,6 +17,7 @@ from gateway.engine.health import Health
 from gateway.handoff.shared import Shared
 from gateway.proxy.access import AccessLog
 from gateway.proxy.upstream import UpstreamPool
+from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import Hints, no_hints
 from scorer.planner import Planner
@@ -54,6 +55,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     hits: HitBook
     prefixes: TopPrefixes
     access: AccessLog
+    recorder: Recorder
     rng: random.Random
     max_body_bytes: int
     response_headers: bool

@@ -1,7 +1,7 @@
 """Control headers of who stands in front of us (llm-d's picker, ours) -> `Hints`.
 
 x-prefiller-host-port        prefill workers to try, in this order         x-data-parallel-rank, -host-port   the engine
-x-kv-cache-source-host-port  who holds the prompt's KV blocks              x-warmroute-plan                   all of it
+x-kv-cache-source-host-port  who holds the prompt's beginning              x-warmroute-plan                   all of it
 
 Where llm-d takes the first prefill target and fails with it, the others are kept as the next to try. None of these
 headers goes on to an engine (`gateway.proxy.headers`).
@@ -38,7 +38,7 @@ _OUTCOMES = {
     PREFILLER: ("used", "denied", "full", "itself", "malformed", "surplus"),
     RANK: ("used", "malformed", "out_of_range", "unknown"),
     RANK_ENDPOINT: ("used", "malformed", "not_here"),
-    KV_SOURCE: ("used", "denied", "malformed"),
+    KV_SOURCE: ("used", "denied", "full", "itself", "malformed", "surplus"),
     PLAN: ("used", "malformed"),
 }
 _MOST_TARGETS = 16
@@ -55,7 +55,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: names of prefill workers, the first to be tried first. rank: of an engine that has several behind one port.
     decode: the only workers that may decode. choice: whether the prompt is computed here or elsewhere. kv_source: the
-    worker's name or host:port.
+    name of the worker that is to be asked for what it holds of the prompt.
     """
 
     prefill: tuple[str, ...] = ()
@@ -195,14 +195,29 @@ class HintReader:
     # ---- the others --------------------------------------------------------------------------------------------------
 
     def _kv_source(self, request: web.BaseRequest) -> str | None:
-        """Advice only: what cannot be used is left out."""
+        """Advice only: what cannot be used is left out. One of several is taken: the first."""
         values = _values(request, KV_SOURCE)
         if not values:
             return None
-        endpoint = _endpoint(values[0])
-        source = None if endpoint is None else self._targets.source(endpoint)
-        self._count(KV_SOURCE, "malformed" if endpoint is None else "denied" if source is None else "used")
+        if len(values) > 1:
+            self._count(KV_SOURCE, "surplus", len(values) - 1)
+        outcome, source = self._source(values[0], request)
+        self._count(KV_SOURCE, outcome)
         return source
+
+    def _source(self, value: str, request: web.BaseRequest) -> tuple[str, str | None]:
+        """In a pod like ours, which is named by its sidecar's listener, it is the engine that is asked: who may be
+        named is who is connected to.
+        """
+        endpoint = _endpoint(value)
+        if endpoint is None:
+            return "malformed", None
+        if self._pod is not None and self._pod.is_self(endpoint, request):
+            return "itself", None
+        if self._pod is not None and not self._targets.knows(endpoint):
+            endpoint = self._pod.engine_behind(endpoint)
+        source = self._targets.source(endpoint, add=self._pod is not None)
+        return (source.value, None) if isinstance(source, Refusal) else ("used", source)
 
     def _plan(self, request: web.BaseRequest) -> tuple[Literal["local", "remote"] | None, str | None]:
         values = [value for value in request.headers.getall(PLAN, ()) if value.strip()]

@@ -45,6 +45,14 @@ class Pod:
         """Whether a request sent there would come back to us or to our own engine."""
         return endpoint in self._engine_endpoints or self.rank_of(endpoint, request) is not None
 
+    def engine_behind(self, endpoint: Endpoint) -> Endpoint:
+        """The engine behind a listener of another pod like this one; what is at no listener's port is an engine."""
+        ports = self._ports()
+        if endpoint.port not in ports:
+            return endpoint
+        own = endpoint_of(self.engines[ports.index(endpoint.port)].url)
+        return endpoint if own is None else endpoint._replace(port=own.port)
+
     def _is_here(self, host: Host, request: web.BaseRequest) -> bool:
         if host in self._hosts:
             return True

@@ -1,4 +1,4 @@
-"""Prefill workers that hint headers name: those known, and those that become known because a hint named them."""
+"""Workers that hint headers name: those known, and those that become known because a hint named them."""
 
 from __future__ import annotations
 
@@ -50,33 +50,47 @@ class Targets:
         """Who was found where, to be looked at first: a search goes through the whole fleet."""
 
     def admit(self, endpoint: Endpoint) -> str | Refusal:
-        """The name of the worker at `endpoint`, which is added to the fleet if it is allowed and new. A prefill worker
-        that is known needs no entry.
+        """The name of the prefill worker at `endpoint`, which is added to the fleet if it is allowed and new. One that
+        is known needs no entry.
         """
         worker = self._at(endpoint)
         is_known = worker is not None and worker.role is Role.PREFILL
         if not is_known and not self._allow.allows(endpoint):
             return Refusal.DENIED
+        if worker is None:
+            return self._add(endpoint, Role.PREFILL)
+        if worker.role is Role.SOURCE and _is_hinted(worker):
+            self._apply(_hinted(worker.name, worker.url, Role.PREFILL))  # It is named for more now.
+        return self._named(worker)
+
+    def source(self, endpoint: Endpoint, *, add: bool) -> str | Refusal:
+        """The name of a worker that may be asked for what it holds. `add`: one that is allowed and new joins the fleet,
+        where it decodes nothing; else only those that are known will do.
+        """
+        worker = self._at(endpoint)
         if worker is not None:
-            if worker.name in self._named_s:
-                self._touch(worker.name)
-            return worker.name
+            return self._named(worker)
+        if not add or not self._allow.allows(endpoint):
+            return Refusal.DENIED
+        return self._add(endpoint, Role.SOURCE)
+
+    def knows(self, endpoint: Endpoint) -> bool:
+        return self._at(endpoint) is not None
+
+    def _named(self, worker: Worker) -> str:
+        if worker.name in self._named_s:
+            self._touch(worker.name)
+        return worker.name
+
+    def _add(self, endpoint: Endpoint, role: Role) -> str | Refusal:
         name = str(endpoint)
         if name in self._fleet.workers:  # A worker of another address goes by this name.
             return Refusal.DENIED
-        if len(self._named_s) >= self._most and not self._make_room():
+        if len(self._named_s) >= self._most and not self._make_room(role):
             return Refusal.FULL
-        url = f"{self._scheme}://{endpoint}"
-        self._apply(WorkerChange(kind=ChangeKind.ADDED, worker=name, url=url, role=Role.PREFILL, labels=_ORIGIN))
+        self._apply(_hinted(name, f"{self._scheme}://{endpoint}", role))
         self._touch(name)
         return name
-
-    def source(self, endpoint: Endpoint) -> str | None:
-        """The name of a server whose KV blocks may be pulled, without adding it; None: not allowed."""
-        worker = self._at(endpoint)
-        if worker is not None:
-            return worker.name
-        return str(endpoint) if self._allow.allows(endpoint) else None
 
     def forget_unused(self) -> None:
         """Drop hinted workers nobody has named for long, and look anew who is where. Call it now and then."""
@@ -102,8 +116,11 @@ class Targets:
         self._named_s[name] = self._clock()
         self._named_s.move_to_end(name)
 
-    def _make_room(self) -> bool:
-        return any(self._drop(name) for name in list(self._named_s))
+    def _make_room(self, role: Role) -> bool:
+        """A source, which is advice, takes nobody's place but a source's."""
+        workers = self._fleet.workers
+        names = [name for name in self._named_s if role is Role.PREFILL or _is_source(workers.get(name))]
+        return any(self._drop(name) for name in names)
 
     def _drop(self, name: str) -> bool:
         """Whether there is one hinted worker less; one at work stays."""
@@ -116,8 +133,16 @@ class Targets:
         return True
 
 
+def _hinted(name: str, url: str | None, role: Role) -> WorkerChange:
+    return WorkerChange(kind=ChangeKind.ADDED, worker=name, url=url, role=role, labels=_ORIGIN)
+
+
 def _endpoint(worker: Worker) -> Endpoint | None:
     return None if worker.url is None else endpoint_of(worker.url)
+
+
+def _is_source(worker: Worker | None) -> bool:
+    return worker is not None and worker.role is Role.SOURCE
 
 
 def _is_hinted(worker: Worker) -> bool:

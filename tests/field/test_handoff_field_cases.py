@@ -1,6 +1,7 @@
 """Faults of disaggregated serving that users met in the field (docs/field-cases.md), one test each."""
 
 import asyncio
+import itertools
 import json
 import time
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from bench.engine.server import FakeVllm
 from gateway.config.schema import PdConfig
+from gateway.sidecar.hints import KV_SOURCE
 from scorer.types import PdReason
 from tests.support.fleets import D, P, fleet, prompt
 from tests.support.gateway_world import Fleet, decode, engine, prefill, until
@@ -33,13 +35,16 @@ COMPLETION = {"model": "m", "prompt": IDS}
 GOOD = {"choices": [{"index": 0, "text": "right", "finish_reason": "length"}]}
 VERY_LONG = LONG * 16
 """Some 2300 tokens."""
+RULE = PdConfig(policy="threshold:1024")
 
 # ---- local or remote -------------------------------------------------------------------------------------------------
 
 
 async def test_d2_a_tiny_cold_prompt_is_computed_where_it_is_answered() -> None:
-    """D2: by the gateway's own rule, 140 cold tokens stay, 2300 go."""
+    """D2: by a rule of 1024 tokens, 140 cold tokens stay, 2300 go; by cost too 140 stay."""
     async with Fleet(p1=prefill(), d1=decode()) as it:
+        assert (await ask(it.http, it.url)).went == ("local", "cost")
+    async with Fleet(pd=RULE, p1=prefill(), d1=decode()) as it:
         assert (await ask(it.http, it.url)).went == ("local", "threshold")
         assert len(it.engines["p1"].requests) == 0
         body = {"model": "tiny", "prompt": VERY_LONG, "max_tokens": 2}
@@ -90,7 +95,7 @@ async def test_d8_a_decode_worker_without_events_is_named_and_judged_by_what_it_
     """D8: its cache cannot be seen. The rule falls back on the length, less what we sent there ourselves, and the
     gateway says so.
     """
-    async with Fleet(p1=prefill(), d1=decode(events_endpoint=None, replay_endpoint=None)) as it:
+    async with Fleet(pd=RULE, p1=prefill(), d1=decode(events_endpoint=None, replay_endpoint=None)) as it:
         body = {"model": "tiny", "prompt": VERY_LONG, "max_tokens": 2}
         assert (await ask(it.http, it.url, body=body)).went == ("remote", "threshold")
         assert (await ask(it.http, it.url, body=body)).went == ("local", "threshold")
@@ -164,6 +169,30 @@ async def test_p6_a_peer_that_restarts_at_its_address_harms_nobody_for_long(rest
             assert (await ask(it.http, it.url)).text == first.text
         await until(lambda: it.core.scraper.counters["restarts"] == 1)
         assert (await ask(it.http, it.url)).went == ("remote", "policy")
+
+
+@pytest.mark.parametrize("restarted", ["source", "pod"])
+async def test_p6_a_source_that_restarts_at_its_address_harms_nobody_for_long(restarted: str) -> None:
+    """P6, between two that decode: a sidecar whose peer, or whose own engine, is a new process."""
+    pd = PdConfig(allow=("127.0.0.0/8:*",))
+    async with FakeVllm(engine(kv_connector=True)) as source, Pod(engine(kv_connector=True), pd=pd) as pod:
+        named = {KV_SOURCE: source.url.removeprefix("http://")}
+        first = await ask(pod.http, pod.url(), body=BODIES["/v1/completions"], **named)
+        assert first.went == ("peer", "hint")
+        await until(lambda: all(worker.stats is not None for worker in pod.core.fleet.workers.values()))
+        await (source if restarted == "source" else pod.engines[0]).restart()
+        for _ in range(3):
+            again = await ask(pod.http, pod.url(), body=BODIES["/v1/completions"], **named)
+            assert (again.status, again.text) == (200, first.text)
+        await until(lambda: pod.core.scraper.counters["restarts"] == 1)
+        async with asyncio.timeout(20):  # Until what the new process holds is known here.
+            for number in itertools.count():
+                body = {**BODIES["/v1/completions"], "prompt": f"{number} {LONG}"}
+                alone = await ask(pod.http, source.url, body=body)
+                told = await ask(pod.http, pod.url(), body=body, **named)
+                assert told.text == alone.text
+                if told.went[0] == "peer":
+                    break
 
 
 @pytest.mark.parametrize(

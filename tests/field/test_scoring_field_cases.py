@@ -104,7 +104,7 @@ def test_s15_predicted_then_announced_block_is_one_block() -> None:
     again = rig.route(text)
     assert again.chosen.cached_tokens == 1600
     assert not again.chosen.approximate
-    assert rig.planner.optimistic.stats()["assumed_blocks"] == {"a": {"0": 0}}
+    assert rig.planner.holdings.optimistic.stats()["assumed_blocks"] == {"a": {"0": 0}}
 
 
 def test_s16_high_cache_usage_alone_repels_nobody() -> None:

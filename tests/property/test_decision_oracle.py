@@ -55,8 +55,8 @@ def _all_local(rig: Rig, facts: RequestFacts) -> dict[str, Price]:
     """The price of every decode worker, each with a closer look."""
     planner, pricer = rig.planner, rig.planner._pricer
     places = planner.fleet.holders(facts.model, (Role.BOTH, Role.DECODE))
-    held = planner._held(facts, Prompt(facts.tokens or b""), rig.now_s)
-    priced = pricer.local(facts, places, held, rig.now_s, out_tokens=pricer.out_tokens(facts))
+    held = planner.holdings.held(facts, Prompt(facts.tokens or b""), rig.now_s)
+    priced = pricer.local(facts, places, held, rig.now_s, out_tokens=pricer.answer(facts).tokens)
     return {place[0].name: pricer.judged(facts, place, price) for place, (price, _) in zip(places, priced, strict=True)}
 
 

@@ -58,4 +58,4 @@ def test_every_way_out_of_a_handoff_gives_everything_back(rng: random.Random) ->
     assert not [names for names, pair in rig.planner.pairs.pairs.items() if pair.probing]
     rig.now_s += 1000
     rig.route(prompt(100))
-    assert not rig.planner._unannounced, "nothing assumed waits for ever"
+    assert not rig.planner.holdings._unannounced, "nothing assumed waits for ever"

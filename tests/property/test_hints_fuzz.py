@@ -46,7 +46,8 @@ def test_any_headers_are_hints_or_refused(headers: list[tuple[str, str]], size: 
         assert hints.decode is not None
         assert hints.decode <= set(pod.names)
     assert len(fleet.workers) <= 4
-    assert all(worker.role is Role.PREFILL for worker in fleet.workers.values())
+    assert hints.kv_source is None or hints.kv_source in fleet.workers
+    assert all(worker.role in (Role.PREFILL, Role.SOURCE) for worker in fleet.workers.values())
 
 
 @given(VALUE)

@@ -237,6 +237,7 @@ class Case:
     late_sharing: bool
     asks: tuple[Arrival, ...]
     turns: int
+    nixl: bool = False
 
     def spec(self) -> FleetSpec:
         hw = Hardware(FLOORED, layers=4, kv_bytes_per_token=1000, kv_tokens=0, chunk_tokens=32, max_num_seqs=4)
@@ -259,6 +260,7 @@ class Case:
             self.loss,
             lease_s=self.lease_s,
             faults=faults[self.fault],  # type: ignore[arg-type]
+            nixl=self.nixl,
         )
 
 
@@ -275,6 +277,7 @@ cases = st.builds(
     late_sharing=st.booleans(),
     asks=arrivals.map(tuple),
     turns=st.integers(1, 3),
+    nixl=st.booleans(),
 )
 
 

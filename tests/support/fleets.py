@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from indexer import PrefixIndex, decode_batch
+from scorer.answers import Answer
 from scorer.fleet import Fleet
+from scorer.ledger import Booking
 from scorer.planner import Planner
 from scorer.types import ChangeKind, EngineStats, Outcome, OutcomeKind, PdReason, Plan, RequestFacts, Role, WorkerChange
 from tests.support.wire import stored
@@ -36,6 +38,8 @@ class W:
     """Whether it has said what it serves."""
     block_size: int | None = BLOCK
     max_model_len: int | None = None
+    nixl: bool = False
+    """Whether its engine tells of a KV connector."""
 
 
 def P(name: str, **changes: Any) -> W:
@@ -98,6 +102,12 @@ class Rig:
     def load(self, worker: str, rank: int = 0) -> int:
         return self.planner.fleet.workers[worker].loads[rank].requests
 
+    def answer(self, worker: str, n_streams: int, kv_tokens: int, *, slo_tpot_s: float | None = None) -> None:
+        """So many answers begin to run there, of so many KV tokens each."""
+        load = self.planner.fleet.workers[worker].loads[0]
+        for _ in range(n_streams):
+            Booking(load, 0.0, kv_tokens, self.now_s, answer=Answer(256), slo_tpot_s=slo_tpot_s).first_token(self.now_s)
+
     def loads(self) -> dict[str, int]:
         """Booked requests by worker."""
         return {
@@ -106,9 +116,9 @@ class Rig:
         }
 
 
-def fleet(*workers: W, policy: str = "warmroute", pd_policy: str = "local", seed: int = 1) -> Rig:
+def fleet(*workers: W, policy: str = "warmroute", pd_policy: str = "local", peers: bool = True, seed: int = 1) -> Rig:
     index = PrefixIndex()
-    planner = Planner(Fleet(), index, policy=policy, pd_policy=pd_policy)
+    planner = Planner(Fleet(), index, policy=policy, pd_policy=pd_policy, peers=peers)
     rig = Rig(planner, index, random.Random(seed))
     for w in workers:
         add(rig, w)
@@ -135,6 +145,7 @@ def add(rig: Rig, w: W) -> None:
                 kv_usage=w.kv_usage,
                 kv_blocks=w.kv_blocks,
                 block_size=w.block_size,
+                nixl_bytes=0.0 if w.nixl else None,
             ),
         )
     worker.publishes_events = w.events

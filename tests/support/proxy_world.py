@@ -23,6 +23,7 @@ from gateway.proxy.access import AccessLog
 from gateway.proxy.parts import Parts
 from gateway.proxy.server import DataPlane, HttpServer
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
+from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import NO_HINTS
 from gateway.tokens import TokenService
@@ -208,6 +209,7 @@ class World:
             hits=self.hits,
             prefixes=TopPrefixes(),
             access=self.access,
+            recorder=Recorder(),
             rng=random.Random(1),
             max_body_bytes=body_bytes,
             response_headers=response_headers,
@@ -234,7 +236,8 @@ class World:
     def add(self, name: str, url: str, model: str | None = None, adapters: tuple[str, ...] = ()) -> None:
         role = self._roles.get(name, Role.BOTH)
         self.fleet.apply(WorkerChange(kind=ChangeKind.ADDED, worker=name, url=url, role=role))
-        self.fleet.set_stats(name, EngineStats(scraped_at_s=0.0, block_size=16))
+        nixl_bytes = 0.0 if self._roles else None
+        self.fleet.set_stats(name, EngineStats(scraped_at_s=0.0, block_size=16, nixl_bytes=nixl_bytes))
         models = [model or self._model]
         self.fleet.set_capabilities(name, models=models, adapters=adapters, ranks=range(self._ranks))
         self.planner.configure_worker(name)

@@ -50,8 +50,9 @@ def test_every_key_is_there_with_its_default() -> None:
         )
     for path, key in leaves():
         if path[0] in ("pd", "sidecar", "tls"):
-            default = {None: "null", False: "false", (): "empty"}.get(key.default, key.default)
+            default = {None: "null", (): "empty"}.get(key.default, key.default)
             default = f"{default:g}" if isinstance(default, float) else str(default)
+            default = default.lower() if isinstance(key.default, bool) else default
             assert told.pop(".".join(path)) == default, path
     assert told == {}
     assert Config().pd.policy is None

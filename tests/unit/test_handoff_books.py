@@ -15,6 +15,7 @@ from gateway.handoff.hosts import Hosts
 from gateway.handoff.pairing import Pairing
 from gateway.handoff.stranded import Stranded
 from scorer.pairs import FAILURES, Pairs
+from scorer.types import Role
 from tests.support.fleets import D, P, Rig, W, fleet
 
 # ---- engine ids ------------------------------------------------------------------------------------------------------
@@ -245,3 +246,22 @@ def test_a_worker_that_is_gone_leaves_no_series() -> None:
         pairing.gone("p")
         labelled = [s for f in registry.collect() for s in f.samples if "p" in s.labels.values()]
         assert labelled == []
+
+
+def test_workers_that_decode_are_compared_where_both_could_hand_over_the_same_model() -> None:
+    versions = {"a": "1", "b": "2", "c": "1", "plain": "2", "other": "2"}
+    told: dict[str, Capabilities | None] = {name: Capabilities(version=version) for name, version in versions.items()}
+    workers = [W("a", nixl=True), D("b", nixl=True), D("c", nixl=True), W("plain"), W("other", ("x",), nixl=True)]
+    pairing, rig, _, _ = pairing_of(*workers, told=told)
+    for name in told:
+        pairing.compare(name)
+    assert set(rig.planner.pairs.pairs) == {("a", "b"), ("b", "a"), ("b", "c"), ("c", "b")}
+    assert all(pair.incompatible for pair in rig.planner.pairs.pairs.values())
+
+
+def test_a_source_hands_over_and_fetches_nothing() -> None:
+    told: dict[str, Capabilities | None] = {"d": Capabilities(version="1"), "s": Capabilities(version="2")}
+    pairing, rig, _, _ = pairing_of(D("d", nixl=True), W("s", role=Role.SOURCE, nixl=True), told=told)
+    for name in told:
+        pairing.compare(name)
+    assert set(rig.planner.pairs.pairs) == {("s", "d")}

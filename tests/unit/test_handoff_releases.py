@@ -87,6 +87,13 @@ async def test_another_decode_worker_is_asked_when_the_planned_one_cannot_be() -
         await until(lambda: it.stranded == {})
 
 
+async def test_who_holds_it_is_not_asked_to_fetch_it() -> None:
+    async with Stub(refuses) as p, giver(d1="http://127.0.0.1:9", p=p.url) as it:
+        it.release()
+        await until(lambda: it.count("failed") == 1)
+        assert p.calls == []
+
+
 @pytest.mark.parametrize("status", ["200 OK", "404 Not Found", "500 Internal Server Error", "401 Unauthorized"])
 async def test_an_engine_that_does_not_refuse_it_has_not_released_it(status: str) -> None:
     async def answers(call: Call) -> None:

@@ -237,16 +237,81 @@ def test_ranks_behind_one_port_are_the_planners() -> None:
     assert silent.count("x-data-parallel-rank", "unknown") == 1
 
 
+KV_SOURCE = "x-kv-cache-source-host-port"
+
+
 def test_kv_source_is_advice_and_never_an_error() -> None:
     world = World()
     world.apply(WorkerChange(kind=ChangeKind.ADDED, worker="d9", url="http://10.9.0.1:8000", role=Role.DECODE))
-    header = "x-kv-cache-source-host-port"
-    assert world.read((header, "10.9.0.1:8000")).kv_source == "d9"
-    assert world.read((header, "[fd00::1]:8000")).kv_source == "[fd00::1]:8000"
-    assert world.read((header, "10.9.0.2:8000")).kv_source is None
-    assert world.read((header, "nonsense")).kv_source is None
-    assert [world.count(header, outcome) for outcome in ("used", "denied", "malformed")] == [2, 1, 1]
+    for value, source, outcome in (
+        ("10.9.0.1:8000", "d9", "used"),
+        ("[fd00::1]:9000", "[fd00::1]:9000", "used"),
+        ("10.9.0.2:8000", None, "denied"),
+        ("nonsense", None, "malformed"),
+        (f"{HERE}:8000", None, "itself"),
+        ("127.0.0.1:8200", None, "itself"),
+    ):
+        before = world.count(KV_SOURCE, outcome)
+        assert world.read((KV_SOURCE, value)).kv_source == source, value
+        assert world.count(KV_SOURCE, outcome) == before + 1, value
+    assert world.read((KV_SOURCE, "10.1.0.1:1,10.1.0.2:1")).kv_source == "10.1.0.1:1"
+    assert world.count(KV_SOURCE, "surplus") == 1
+    assert {name: worker.role for name, worker in world.fleet.workers.items()} == {
+        "d9": Role.DECODE,
+        "[fd00::1]:9000": Role.SOURCE,
+        "10.1.0.1:1": Role.SOURCE,
+    }
+
+
+def test_the_engine_behind_a_pods_listener_is_the_source_and_must_be_allowed_itself() -> None:
+    world = World(size=2, allow=("10.1.0.0/16:8201", "10.2.0.0/16:8000"))
+    assert world.read((KV_SOURCE, "10.1.0.1:8001")).kv_source == "10.1.0.1:8201"
+    assert world.fleet.workers["10.1.0.1:8201"].url == "http://10.1.0.1:8201"
+    assert world.read((KV_SOURCE, "10.1.0.1:8201")).kv_source == "10.1.0.1:8201"
+    assert world.read((KV_SOURCE, "10.1.0.1:8000")).kv_source is None
+    assert world.read((KV_SOURCE, "10.2.0.1:8000")).kv_source is None
+    assert world.read((KV_SOURCE, "10.2.0.1:8000"), (PREFILLER, "10.2.0.1:8000")).kv_source == "10.2.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "source"),
+    [
+        (1, "10.1.0.5:8003", "10.1.0.5:8003"),
+        (1, "10.1.0.5:8000", "10.1.0.5:8200"),
+        (4, "10.1.0.5:8002", "10.1.0.5:8202"),
+        (4, "10.1.0.5:7999", "10.1.0.5:7999"),
+        (4, "10.1.0.5:8004", "10.1.0.5:8004"),
+        (1, "10.1.0.5", None),
+        (1, "10.1.0.5:http", None),
+        (1, "http://10.1.0.5:8000", None),
+    ],
+)
+def test_llm_d_case_53_the_rank_of_a_source_is_told_by_its_listener(size: int, value: str, source: str | None) -> None:
+    """There a rank's own P2P port is found so, and all else is rank 0's; here its engine, and all else is an engine."""
+    assert World(size=size).read((KV_SOURCE, value)).kv_source == source
+
+
+def test_a_gateways_sources_are_those_it_knows() -> None:
+    world = World(no_pod=True)
+    world.apply(WorkerChange(kind=ChangeKind.ADDED, worker="d9", url="http://10.9.0.1:8000", role=Role.DECODE))
+    assert world.read((KV_SOURCE, "10.9.0.1:8000")).kv_source == "d9"
+    assert world.read((KV_SOURCE, "10.1.0.1:8000")).kv_source is None
     assert list(world.fleet.workers) == ["d9"]
+
+
+def test_a_source_that_is_named_as_a_prefill_target_becomes_one_and_takes_no_targets_place() -> None:
+    world = World(most=2)
+    assert world.read((KV_SOURCE, "10.1.0.1:1")).kv_source == "10.1.0.1:1"
+    assert world.prefill("10.1.0.1:1") == ("10.1.0.1:1",)
+    assert world.fleet.workers["10.1.0.1:1"].role is Role.PREFILL
+    assert world.read((KV_SOURCE, "10.1.0.1:1")).kv_source == "10.1.0.1:1"
+    assert world.fleet.workers["10.1.0.1:1"].role is Role.PREFILL
+    assert [world.read((KV_SOURCE, f"10.1.0.{n}:1")).kv_source for n in (2, 3)] == ["10.1.0.2:1", "10.1.0.3:1"]
+    assert world.prefill("10.1.0.4:1") == ("10.1.0.4:1",)
+    assert len(world.fleet.workers) == 2
+    assert world.prefill("10.1.0.5:1") == ("10.1.0.5:1",)
+    assert world.read((KV_SOURCE, "10.1.0.6:1")).kv_source is None
+    assert world.count(KV_SOURCE, "full") == 1
 
 
 @pytest.mark.parametrize(

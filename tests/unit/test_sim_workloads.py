@@ -14,7 +14,7 @@ from bench.sim.prompts import blocks, unique
 from bench.sim.record import Record, bin_of, gap_of
 from bench.sim.report import gap_percentiles, percentile, summarise
 from bench.sim.workloads.shared import Hotspot, Ladder
-from bench.sim.workloads.traces import hit_bound, like_azure, like_mooncake, read_azure, read_mooncake
+from bench.sim.workloads.traces import Replay, hit_bound, like_azure, like_mooncake, read_azure, read_mooncake
 from bench.sim.world import World
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "traces"
@@ -30,6 +30,27 @@ def test_mooncake_lines_become_requests_with_shared_blocks() -> None:
     assert len(read_mooncake(DATA / "mooncake_conversation.jsonl", 7)) == 7
 
 
+def test_rows_have_block_sizes_of_their_own_and_come_by_their_times(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 20, "input_length": 128, "output_length": 1, "hash_ids": [0, 1], "block_size": 64},
+        {"timestamp": 10, "input_length": 100, "output_length": 0, "hash_ids": [0, 2], "block_size": 64, "model": 0},
+        {"timestamp": 10, "input_length": 100, "output_length": 3, "hash_ids": None, "block_size": 64},
+        {"timestamp": 15, "input_length": 100, "output_length": 3, "hash_ids": [0]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = read_mooncake(path)
+    assert [(row.at_s, row.output_tokens, row.block_tokens) for row in rows] == [
+        (0.01, 1, 64), (0.01, 3, 64), (0.015, 3, 512), (0.02, 1, 64),
+    ]  # fmt: skip
+    replay = Replay(rows)
+    first, alone, _, last = (replay._ask(number, row).tokens() for number, row in enumerate(rows))
+    assert [len(text) for text in (first, alone, last)] == [400, 400, 512]
+    assert first[:256] == last[:256] != alone[:256]
+    # a request without ids is no block's text, whatever its number
+    assert len({alone[:4], *(text[at : at + 4] for text in (first, last) for at in (0, 256))}) == 4
+
+
 def test_azure_lines_become_requests() -> None:
     rows = read_azure(DATA / "azure_conv.csv")
     assert len(rows) == 120
@@ -43,6 +64,8 @@ def test_azure_lines_become_requests() -> None:
         ("nonsense", "line 2"),
         ('{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}', "600 tokens in 1 blocks"),
         ('{"timestamp": 1, "input_length": 600}', "line 2"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "line 2: lengths must be above 0"),
+        ('{"timestamp": 1, "input_length": 9, "output_length": 1, "hash_ids": [1], "block_size": 8}', "9 tokens in 1"),
     ],
 )
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, why: str) -> None:
@@ -107,7 +130,8 @@ def test_the_hot_prefix_is_hot_and_another_one_later() -> None:
 def test_every_named_workload_can_be_built() -> None:
     for name, build in WORKLOADS.items():
         assert build.__doc__
-        assert cell(name, Options(requests=10)).spec.servers
+        trace = DATA / "mooncake_conversation.jsonl" if name == "recorded" else None
+        assert cell(name, Options(requests=10, trace=trace)).spec.servers
     with pytest.raises(ValueError, match="ladder"):
         cell("laddr", Options())
 
@@ -181,6 +205,7 @@ def test_the_command_prints_figures_and_ends_with_json() -> None:
     [
         ["--workload", "nope"],
         ["--workload", "mooncake", "--trace", "/nonexistent"],
+        ["--workload", "recorded"],
         ["--workload", "mixed", "--arm", "nope"],
     ],
 )

@@ -15,7 +15,8 @@ from bench.sim.scripted import Line, Script, named, play
 from bench.sim.transfers import NVLINK, NVLINK_FRESH
 from bench.sim.view import Clairvoyance, Knowledge
 from bench.sim.workloads.generated import Chat, Mixed, Sessions
-from bench.sim.world import World
+from bench.sim.workloads.shared import Hotspot
+from bench.sim.world import Run, World
 from scorer.cost import Constants
 from scorer.types import EngineStats, Outcome, OutcomeKind
 
@@ -236,3 +237,26 @@ def test_every_arm_serves_everybody(name: str) -> None:
 def test_named_finds_lines_by_name() -> None:
     run = play(PAIR, [Line(0, PROMPT, "d0", name="x"), Line(1, PROMPT, "d0", name="y")])
     assert [record.group for record in named(run, "y")] == ["y"]
+
+
+def hot_spot(shared_tokens: int, *, nixl: bool) -> Run:
+    """A long beginning that half of all requests share, and another one every 10 s."""
+    spec = FleetSpec(servers("h100-llama3-8b", both=8), nixl=nixl)
+    load = Hotspot(1, rate=40, duration_s=30, shift_s=10, shared_tokens=shared_tokens)
+    return World(spec, arm("warmroute"), load, seed=1).run()
+
+
+def test_peers_hand_over_where_a_long_beginning_is_shared() -> None:
+    run, alone = hot_spot(16_384, nixl=True), hot_spot(16_384, nixl=False)
+    handed = [record for record in run.records if record.prefill is not None]
+    assert len(handed) > 10
+    assert all(record.ok and record.prefill != record.decode and not record.pull_failed for record in handed)
+    assert all(record.prefill_cached_tokens > (record.predicted_tokens or 0) for record in handed)
+    assert all(engine.engine.stats().held == 0 for engine in run.engines.values())
+    e2e_s, alone_s = (sum(r.e2e_s for r in it.records) / len(it.records) for it in (run, alone))
+    assert e2e_s < alone_s
+    assert all(record.prefill is None for record in alone.records)
+
+
+def test_peers_hand_nothing_over_where_computing_it_costs_little() -> None:
+    assert all(record.prefill is None for record in hot_spot(2048, nixl=True).records)

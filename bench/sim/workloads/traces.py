@@ -1,7 +1,9 @@
 """Recorded traffic, and generators of traffic like it for when no recording is at hand.
 
 Mooncake's JSON lines: ``{"timestamp": ms, "input_length": .., "output_length": .., "hash_ids": [..]}``, one id for each
-block of 512 tokens, named for its whole prefix. Azure's CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens``, no prefixes.
+block of 512 tokens, named for its whole prefix. `warmroute record` writes the same, each row with its ``"block_size"``,
+and ``null`` for ids where nobody knew the prompt's tokens. Azure's CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens``, no
+prefixes.
 """
 
 from __future__ import annotations
@@ -20,26 +22,32 @@ from bench.sim.prompts import blocks, unique
 from bench.sim.record import Record
 
 MOONCAKE_BLOCK_TOKENS = 512
+_ALONE = 1 << 30
+"""Text of requests without ids: above all ids of blocks."""
 
 
 class Row(NamedTuple):
-    """One request of a trace. `hash_ids` None: it shares nothing with others."""
+    """One request of a trace. `hash_ids` name blocks of `block_tokens`; None: it shares nothing with others."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     hash_ids: list[int] | None
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
 
 class _Line(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: list[int]
+    hash_ids: list[int] | None = None
+    block_size: int = MOONCAKE_BLOCK_TOKENS
 
 
 def read_mooncake(path: Path, limit: int | None = None) -> list[Row]:
-    """Raises ValueError that names the line for one that is no request."""
+    """The first `limit` requests of a file, by their times (a recording has them as they ended). Raises ValueError that
+    names the line for one that is no request.
+    """
     decode = msgspec.json.Decoder(_Line).decode
     rows: list[Row] = []
     with path.open("rb") as lines:
@@ -52,10 +60,13 @@ def read_mooncake(path: Path, limit: int | None = None) -> list[Row]:
                 it = decode(line)
             except msgspec.DecodeError as exc:
                 raise ValueError(f"{path}, line {number}: {exc}") from None
-            if not 0 < it.input_length <= len(it.hash_ids) * MOONCAKE_BLOCK_TOKENS:
+            if it.input_length <= 0 or it.block_size <= 0:
+                raise ValueError(f"{path}, line {number}: lengths must be above 0")
+            if it.hash_ids is not None and it.input_length > len(it.hash_ids) * it.block_size:
                 raise ValueError(f"{path}, line {number}: {it.input_length} tokens in {len(it.hash_ids)} blocks")
-            rows.append(Row(it.timestamp / 1000, it.input_length, max(1, it.output_length), it.hash_ids))
-    return rows
+            output_tokens = max(1, it.output_length)
+            rows.append(Row(it.timestamp / 1000, it.input_length, output_tokens, it.hash_ids, it.block_size))
+    return sorted(rows, key=lambda row: row.at_s)
 
 
 def read_azure(path: Path, limit: int | None = None) -> list[Row]:
@@ -148,8 +159,8 @@ class Replay:
     def _ask(self, number: int, row: Row) -> Ask:
         def tokens() -> bytes:
             if row.hash_ids is None:
-                return unique(number, row.input_tokens)
-            return blocks(row.hash_ids, MOONCAKE_BLOCK_TOKENS, row.input_tokens)
+                return unique(_ALONE + number, row.input_tokens)
+            return blocks(row.hash_ids, row.block_tokens, row.input_tokens)
 
         output = 1 if self._prefill_only else row.output_tokens
         bound = output if self._bounded or self._prefill_only else None

@@ -1,0 +1,1 @@
+"""`warmroute advise`: arguments and readings of running servers; the answer is worked out in `bench.advise`."""

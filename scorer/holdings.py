@@ -1,0 +1,119 @@
+"""Who holds what of a prompt: what engines' events say, and what requests under way are assumed to bring.
+
+Blocks a request will bring are assumed on its worker for a few seconds and given up as soon as the worker's own events
+speak for them, or the request fails. Where there are no events, they are all that is known, and stay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from indexer import ApproximateIndex, Holder, Match, PrefixIndex, Prompt
+from scorer.fleet import Worker
+from scorer.ledger import Booking
+from scorer.pricing import USUAL_BLOCK_SIZE
+from scorer.types import RequestFacts
+
+EVENT_GRACE_S: Final = 0.5
+"""How long after a request's end its blocks stay assumed while its worker's events have not said so."""
+
+
+class Stay:
+    """What a request has on one rank: its booking, and the blocks it is assumed to bring there."""
+
+    __slots__ = ("booking", "holder", "keys", "worker")
+
+    def __init__(self, worker: Worker, holder: Holder, booking: Booking) -> None:
+        self.worker = worker
+        self.holder = holder
+        self.booking = booking
+        self.keys: list[int] = []
+
+
+class Holdings:
+    """`index` is the exact index, fed elsewhere."""
+
+    def __init__(self, index: PrefixIndex, optimistic_ttl_s: float) -> None:
+        self.index = index
+        self.approximate = ApproximateIndex()
+        """For workers without events."""
+        self.optimistic = ApproximateIndex(ttl_s=optimistic_ttl_s, capacity_blocks=1 << 20)
+        """For workers with events: what was just sent there and not announced yet."""
+        self._unannounced: deque[tuple[float, Holder, list[int], float]] = deque()
+
+    def configure(self, worker: Worker) -> None:
+        """Carry what is known of a worker (names, block size, capacity) into the indexes."""
+        name, models, stats = worker.name, None if worker.models is None else list(worker.models), worker.stats
+        self.index.set_worker(name, models=models, loras=worker.adapters)
+        block_size = None if stats is None else stats.block_size
+        capacity = None if stats is None else stats.kv_blocks
+        self.approximate.set_worker(
+            name, models=models, loras=worker.adapters, block_size=block_size, capacity_blocks=capacity
+        )
+        self.optimistic.set_worker(name, models=models, loras=worker.adapters, block_size=block_size)
+
+    def remove(self, worker: str) -> None:
+        for index in (self.index, self.approximate, self.optimistic):
+            index.remove_worker(worker)
+
+    def forget(self, worker: str, rank: int | None = None) -> None:
+        """Nothing assumed there holds any longer."""
+        self.approximate.clear(worker, rank)
+        self.optimistic.clear(worker, rank)
+
+    def held(self, facts: RequestFacts, prompt: Prompt, now_s: float) -> dict[Holder, Match]:
+        """What each rank holds of the prompt, or is about to; those with nothing are left out."""
+        held = self.index.match(prompt, model=facts.model, lora=facts.lora)
+        for assumed in (
+            self.optimistic.match(prompt, now_s=now_s, model=facts.model, lora=facts.lora),
+            self.approximate.match(prompt, now_s=now_s, model=facts.model, lora=facts.lora),
+        ):
+            for holder, match in assumed.items():
+                known = held.get(holder)
+                if known is None or known.reach_tokens < match.reach_tokens:
+                    held[holder] = match
+        return held
+
+    def assume(self, stay: Stay, facts: RequestFacts, prompt: Prompt | None, cached_tokens: int, now_s: float) -> None:
+        """The prompt's blocks will come to be where the request stays, beyond the `cached_tokens` that are there."""
+        if prompt is None:
+            return
+        worker = stay.worker
+        index, known = self.approximate, 0
+        if worker.publishes_events:
+            index, known = self.optimistic, cached_tokens // (worker.block_size() or USUAL_BLOCK_SIZE)
+        stay.keys = index.assume(*stay.holder, prompt, now_s, model=facts.model, lora=facts.lora, first_block=known)
+
+    def confirm(self, stay: Stay, planned_s: float) -> None:
+        """Give up the assumption when the worker's events have said so themselves."""
+        if stay.keys and stay.worker.publishes_events and self.index.holds(*stay.holder, stay.keys[-1]):
+            self.optimistic.retract(*stay.holder, stay.keys, planned_s)
+            stay.keys = []
+
+    def release(self, stay: Stay, planned_s: float, prefilled: bool, now_s: float) -> None:
+        """The request has left; its prompt was computed there or not."""
+        if not stay.keys:
+            return
+        if not stay.worker.publishes_events:
+            if not prefilled:
+                self.approximate.retract(*stay.holder, stay.keys, planned_s)
+            return
+        self.confirm(stay, planned_s)
+        if stay.keys:
+            until_s = now_s + EVENT_GRACE_S if prefilled else now_s
+            self._unannounced.append((until_s, stay.holder, stay.keys, planned_s))
+
+    def settle(self, now_s: float) -> None:
+        """Give up what was not announced in time, and what was."""
+        for _ in range(len(self._unannounced)):
+            until_s, holder, keys, planned_s = self._unannounced.popleft()
+            if until_s <= now_s or self.index.holds(*holder, keys[-1]):
+                self.optimistic.retract(*holder, keys, planned_s)
+            else:
+                self._unannounced.append((until_s, holder, keys, planned_s))
+
+    def correct(self, stay: Stay, facts: RequestFacts, prompt: Prompt, cached_tokens: int, planned_s: float) -> None:
+        """The engine found so many tokens cached: believed where it has no events."""
+        if not stay.worker.publishes_events:
+            self.approximate.correct(*stay.holder, prompt, cached_tokens, planned_s, model=facts.model, lora=facts.lora)
