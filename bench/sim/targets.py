@@ -18,6 +18,7 @@ import msgspec
 
 from bench.sim import grid
 from bench.sim.ahead import Ahead
+from bench.sim.arms import arms
 from bench.sim.grid import Cell, Traces
 from bench.sim.jobs import Jobs, cores, stopped_alike
 from bench.sim.kept import Kept
@@ -234,6 +235,7 @@ def _judge(options: argparse.Namespace, chosen: Sequence[str]) -> int:
         traces.lengths(0, 0)
     if options.markdown:
         options.markdown.open("a").close()
+    arms()  # Loads all that a run needs, so that no later edit gets into runs that are kept as this code's.
     found: list[Target] = []
     with Jobs(options.jobs) as jobs:
         told = _tell if options.verbose else lambda line: None
