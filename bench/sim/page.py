@@ -64,7 +64,7 @@ class Told(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What was asked for. Without a trace's file one like it was generated."""
+    """What was asked for; `only` empty: all. Without a trace's file one like it was generated."""
 
     only: Sequence[str]
     full: bool
@@ -94,7 +94,10 @@ def _what(sweep: Sweep, how: How) -> Iterator[str]:
     except PackageNotFoundError:
         release = "from a checkout"
     seeds = sorted({len(sweep.seeds(cell)) for cell in sweep.cells.values()})
-    yield f"- `{COMMAND}`, restricted to targets {', '.join(how.only)}" + ("" if how.full else " and not `--full`")
+    only = f" --only {','.join(how.only)}" if how.only else ""
+    yield f"- `python -m bench trace targets{' --full' if how.full else ''}{only}`" + (
+        "" if how.full else ": the strongest arms and few seeds, not all"
+    )
     yield f"- warmroute {release}; {len(sweep.cells)} cells, {sweep.made} runs, {sweep.cpu_s / 3600:.1f} h of CPU"
     yield f"- seeds 0 to n-1, with n = {', '.join(map(str, seeds))} by cell (see there); a run depends on nothing else"
     for name, path in (("Mooncake's conversation trace", how.mooncake), ("Azure's conversation lengths", how.azure)):

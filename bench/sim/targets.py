@@ -253,7 +253,7 @@ def _judge(options: argparse.Namespace, chosen: Sequence[str]) -> int:
             f" {wall_s:.0f} s with {options.jobs} processes ({sweep.found} of {sweep.made} runs from the cache)"
         )
         if options.markdown:
-            how = How(tuple(chosen), options.full, options.mooncake, options.azure)
+            how = How(chosen if set(chosen) != set(GROUPS) else (), options.full, options.mooncake, options.azure)
             options.markdown.write_text(page(sweep, found, how, list(judged(jobs))), encoding="utf-8")
     if options.json:
         rows = [msgspec.to_builtins(target) for target in found]
