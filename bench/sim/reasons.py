@@ -18,4 +18,4 @@ WHY: Final[dict[str, str]] = {
         " the sake of TPOT, and those take as long as always-remote's"
     ),
 }
-"""What is said of other arms can be seen in the cell's table."""
+"""Figures of other arms are those of seed 0."""
