@@ -8,19 +8,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from bench.sim import grid
+from bench.sim.ahead import Ahead
+from bench.sim.arms import arms
 from bench.sim.grid import Cell, Traces
+from bench.sim.jobs import Jobs, cores, stopped_alike
+from bench.sim.kept import Kept
+from bench.sim.page import How, page
+from bench.sim.reasons import WHY
 from bench.sim.sweep import Sweep
-from bench.sim.tables import markdown
+from bench.sim.tables import CONTROLS, OURS
+from bench.sim.validate import judged
 from bench.sim.workloads.generated import CHAT, CODE
 
-OURS = "warmroute"
 ATTAINED = 0.9
 """Goodput is the highest rate at which so many requests meet their objectives."""
 FINE = 1.05
@@ -28,13 +36,14 @@ FINE = 1.05
 
 
 class Target(msgspec.Struct, frozen=True):
-    """`measured` is what `goal` speaks of."""
+    """`measured` is what `goal` speaks of; `why` it is missed, if it is and that is known."""
 
     name: str
     goal: str
     measured: float
     met: bool
     detail: str = ""
+    why: str = ""
 
 
 def at_least(name: str, goal: float, measured: float, text: str, detail: str = "") -> Target:
@@ -134,11 +143,8 @@ def azure_goodput(sweep: Sweep, traces: Traces) -> Iterator[Target]:
     splits = ((1, 3), (2, 2), (3, 1))
 
     def best(arm: str) -> tuple[float, str]:
-        found = [
-            (goodput(sweep, lambda rate, p=p, d=d: grid.azure(traces, p, d, rate), arm, 40.0), f"{p}P{d}D")  # type: ignore[misc]
-            for p, d in splits
-        ]
-        return max(found)
+        rates = [partial(goodput, sweep, partial(grid.azure, traces, p, d), arm, 40.0) for p, d in splits]
+        return max(zip(sweep.each(rates), (f"{p}P{d}D" for p, d in splits), strict=True))
 
     ours, how = best(OURS)
     static, static_how = best("always-remote")
@@ -190,41 +196,93 @@ GROUPS: dict[str, Callable[[Sweep, Traces], Iterator[Target]]] = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
+    """Exit code 0 whether or not they are met, 130 when stopped."""
     parser = argparse.ArgumentParser(prog="python -m bench trace targets", description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="all arms and seeds (hours), not the strongest and few")
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--only", metavar="N,..", default=",".join(GROUPS), help="these targets (1 to 7)")
+    parser.add_argument("--jobs", type=int, metavar="N", default=cores(), help="processes (default: as many as CPUs)")
+    parser.add_argument("--cache", type=Path, metavar="FILE", help="keep finished runs there, and use those of before")
     parser.add_argument("--mooncake", type=Path, metavar="FILE", help="conversation_trace.jsonl; else one like it")
     parser.add_argument("--azure", type=Path, metavar="FILE", help="AzureLLMInferenceTrace_conv.csv; else one like it")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables of all cells there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write all tables there, with the validation's")
     parser.add_argument("--verbose", action="store_true", help="a line for each run, on standard error")
     options = parser.parse_args(args)
     chosen = options.only.split(",")
     if unknown := [name for name in chosen if name not in GROUPS]:
         parser.error(f"no target {unknown[0]!r}; there is: {', '.join(GROUPS)}")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: there must be at least one")
+    try:
+        with stopped_alike():
+            return _judge(options, chosen)
+    except (OSError, ValueError) as exc:
+        print(f"bench trace targets: error: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        how = f"; what is finished is in {options.cache}, the same command goes on from there" if options.cache else ""
+        print(f"stopped{how}", file=sys.stderr)
+        return 130
+
+
+def _judge(options: argparse.Namespace, chosen: Sequence[str]) -> int:
+    began_s = time.monotonic()
     traces = Traces(options.mooncake, options.azure)
-    sweep = Sweep(full=options.full, told=_tell if options.verbose else lambda line: None)
-    found: list[Target] = []
-    for name in chosen:
-        for target in GROUPS[name](sweep, traces):
-            found.append(target)
-            print(f"{'met ' if target.met else 'MISS'} {target.name}: {_text(target)}", flush=True)
-    if options.full:
-        for cell in grid.all_cells(traces):
-            for arm in sweep.arms(cell):
-                sweep.runs(cell, arm)
-    met = sum(target.met for target in found)
-    print(f"{met} of {len(found)} met; {sweep.cpu_s:.0f} s of CPU in {len(sweep.cells)} cells")
+    # What is wrong with a file is to be known now, not after the first hours.
+    if options.mooncake:
+        traces.conversation(0, 0)
+    if options.azure:
+        traces.lengths(0, 0)
     if options.markdown:
-        options.markdown.write_text(markdown(sweep, found))
+        options.markdown.open("a").close()
+    arms()  # Loads all that a run needs, so that no later edit gets into runs that are kept as this code's.
+    found: list[Target] = []
+    with Jobs(options.jobs) as jobs:
+        told = _tell if options.verbose else lambda line: None
+        sweep = Ahead(jobs, Kept(options.cache, traces), full=options.full, told=told)
+        askers = {name: partial(_ask, GROUPS[name], sweep, traces) for name in chosen}
+        for name, worked in sweep.work(askers):
+            found += worked.answer
+            for target in worked.answer:
+                print(f"{'met ' if target.met else 'MISS'} {target.name}: {_text(target)}")
+            took = f"{worked.runs} runs, {worked.cpu_s:.0f} s of CPU, there after {worked.done_s:.0f} s"
+            print(f"     {name} ({GROUPS[name].__name__}): {took}", flush=True)
+        met, wall_s = sum(target.met for target in found), time.monotonic() - began_s
+        print(
+            f"{met} of {len(found)} met; {sweep.cpu_s:.0f} s of CPU in {len(sweep.cells)} cells,"
+            f" {wall_s:.0f} s with {options.jobs} processes ({sweep.found} of {sweep.made} runs from the cache)"
+        )
+        if options.markdown:
+            how = How(chosen if set(chosen) != set(GROUPS) else (), options.full, options.mooncake, options.azure)
+            options.markdown.write_text(page(sweep, found, how, list(judged(jobs))), encoding="utf-8")
     if options.json:
-        print(json.dumps({"targets": [msgspec.to_builtins(target) for target in found], "cpu_s": round(sweep.cpu_s)}))
+        rows = [msgspec.to_builtins(target) for target in found]
+        sums = {"met": met, "cpu_s": round(sweep.cpu_s), "wall_s": round(wall_s), "jobs": options.jobs}
+        print(json.dumps({"targets": rows, **sums}))
     return 0
+
+
+def _ask(group: Callable[[Sweep, Traces], Iterator[Target]], sweep: Ahead, traces: Traces) -> list[Target]:
+    """A group's targets; in full also what the tables show: all arms where arms are compared, else the plainest two."""
+    found = [explained(target) for target in group(sweep, traces)]
+    if sweep.full:
+        tabled = {cell.name for cell in grid.all_cells(traces)}
+        calls = [
+            partial(sweep.need, cell, sweep.arms(cell) if name in tabled else CONTROLS)
+            for name, cell in list(sweep.asked.items())
+            if name in tabled or OURS in sweep.run_arms(cell)
+        ]
+        sweep.each(calls)
+    return found
+
+
+def explained(target: Target) -> Target:
+    return target if target.met else msgspec.structs.replace(target, why=WHY.get(target.name, ""))
 
 
 def _text(target: Target) -> str:
     detail = f" ({target.detail})" if target.detail else ""
-    return f"{target.measured:.3f}; {target.goal}{detail}"
+    return f"{target.measured:.3f}; {target.goal}{detail}{f'. {target.why}' if target.why else ''}"
 
 
 def _tell(line: str) -> None:

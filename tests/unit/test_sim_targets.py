@@ -11,7 +11,7 @@ from bench.sim import grid, targets
 from bench.sim.arms import arms
 from bench.sim.fleet import FleetSpec, servers
 from bench.sim.sweep import Sweep
-from bench.sim.tables import markdown
+from bench.sim.tables import arms_table
 from bench.sim.workloads.generated import Mixed
 from scorer.types import Role
 
@@ -53,12 +53,11 @@ def test_an_aggregated_fleet_has_the_same_servers_in_another_role() -> None:
 
 
 def test_a_sweep_runs_each_cell_arm_and_seed_once() -> None:
-    told: list[str] = []
-    sweep = Sweep(told=told.append)
+    sweep = Sweep()
     cell = small(seeds=2)
     first = sweep.figure(cell, "least-load", "ttft_mean_ms")
     assert sweep.figure(cell, "least-load", "ttft_mean_ms") == first > 0
-    assert len(told) == 2
+    assert sweep.made == 2
     assert len(Sweep(full=True).arms(cell)) == 4
     assert sweep.rivals(cell) == ["least-load"]  # nobody is asked to beat the clairvoyant one
 
@@ -93,6 +92,7 @@ def test_targets_end_in_one_json_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(grid, "appends", lambda: _with_turns())
+    monkeypatch.setattr(targets, "judged", lambda jobs: [])
     page = tmp_path / "tables.md"
     assert targets.main(["--only", "4", "--json", "--markdown", str(page)]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
@@ -121,4 +121,4 @@ def test_tables_show_the_spread_over_seeds() -> None:
     sweep = Sweep()
     cell = small(seeds=2)
     sweep.runs(cell, "least-load")
-    assert " ± " in markdown(sweep, [])
+    assert " ± " in "\n".join(arms_table(sweep, cell))

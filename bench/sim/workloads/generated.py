@@ -122,6 +122,9 @@ class Mixed:
             is_long = rng.random() < long_share
             self._asks.append((at_s, is_long, rng.randint(*(long_tokens if is_long else short_tokens))))
 
+    def __len__(self) -> int:
+        return len(self._asks)
+
     def start(self, stage: Stage) -> None:
         for number, (at_s, is_long, n) in enumerate(self._asks):
 
