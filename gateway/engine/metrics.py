@@ -127,11 +127,12 @@ def _prefix_caching(engines: list[dict[str, str]]) -> bool | None:
 
 
 def _count(text: str | None) -> int | None:
-    """A label that holds a number; "None" and 0 mean that the engine does not know."""
+    """A label that holds a number above 0; "None" and 0 mean that the engine does not know."""
     try:
-        return int(float(text or "")) or None
+        count = int(float(text or ""))
     except (ValueError, OverflowError):
         return None
+    return count if count > 0 else None
 
 
 def _total(values: list[int | None]) -> int | None:

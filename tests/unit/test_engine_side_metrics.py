@@ -140,3 +140,8 @@ def test_unclosed_labels_cost_no_more_than_their_length() -> None:
     broken = "vllm:num_requests_running{\n" * 50_000
     stats = parse_metrics(broken + "vllm:num_requests_waiting 2.0\n", 1.0).stats
     assert (stats.running, stats.waiting) == (None, 2.0)
+
+
+def test_sizes_below_one_are_unknown() -> None:
+    told = stats('vllm:cache_config_info{block_size="-16",num_gpu_blocks="-100",kv_cache_size_tokens="-1"} 1.0\n')
+    assert (told.block_size, told.kv_blocks, told.kv_capacity_tokens) == (None, None, None)
