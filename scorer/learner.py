@@ -1,7 +1,7 @@
 """From what happened to planned requests to factors of the calibration.
 
 Only what speaks for itself is learned from: a prefill that had the worker's line to itself, steps between two reports
-of one stream, a pull after which nothing but one step was due.
+of one stream that nobody held up, a pull after which nothing but one step was due.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from scorer.cost import CostModel
 from scorer.fleet import Worker
 from scorer.ledger import Load
 from scorer.pricing import pair_name
-from scorer.types import PdReason, Plan, RequestFacts
+from scorer.types import Outcome, PdReason, Plan, RequestFacts
 
 _QUIET_S = 1e-3
 """A predicted wait below this is none."""
@@ -65,18 +65,23 @@ class Learner:
             took_s = now_s - trace.planned_s - self._cost.front_s(facts.prompt_tokens)
             self._prefill(worker, facts.prompt_tokens, plan.chosen.prefill_cached_tokens, took_s)
 
-    def tokens(self, trace: Trace, worker: Worker, load: Load, n_tokens: int, now_s: float) -> None:
+    def tokens(
+        self, facts: RequestFacts, trace: Trace, worker: Worker, load: Load, outcome: Outcome, now_s: float
+    ) -> None:
+        """One step brings a token to each of the request's sequences."""
+        n_tokens = outcome.n_tokens
         trace.n_tokens += n_tokens
-        if trace.reported_s is not None and n_tokens and not load.prefills:
+        if trace.reported_s is not None and n_tokens and not load.prefills and not outcome.held_up:
             predicted_s = self._cost.step_s(load.streams, load.kv_tokens, worker.weight)
-            self._calibration.add(Part.STEP, worker.name, predicted_s, (now_s - trace.reported_s) / n_tokens)
+            steps = n_tokens / facts.n_sequences
+            self._calibration.add(Part.STEP, worker.name, predicted_s, (now_s - trace.reported_s) / steps)
             worker.step_factor = self._calibration.value(Part.STEP, worker.name)
         trace.reported_s = now_s
 
     def ended(self, facts: RequestFacts, trace: Trace) -> None:
         if trace.n_tokens:
             expected = self._cost.constants.expected_output_tokens
-            self._calibration.add(Part.OUTPUT, facts.model, expected, trace.n_tokens)
+            self._calibration.add(Part.OUTPUT, facts.model, expected, trace.n_tokens / facts.n_sequences)
 
     def _prefill(self, worker: Worker, n_tokens: int, held_tokens: int, took_s: float) -> None:
         """To the floor or to the work, whichever bounds it by what is known now."""

@@ -23,7 +23,7 @@ class Flight:
     """A booked attempt. Its outcome is END, ERROR or CANCELLED, whichever is said first; the rest is ignored."""
 
     __slots__ = (
-        "_alive_again_s", "_health", "_paused", "_planner", "_ticket", "_tokens", "ended", "facts", "plan",
+        "_alive_again_s", "_health", "_held_up", "_paused", "_planner", "_ticket", "_tokens", "ended", "facts", "plan",
         "streamed_tokens",
     )  # fmt: skip
 
@@ -38,6 +38,8 @@ class Flight:
         self._tokens = 0
         self._alive_again_s = 0.0
         self._paused: tuple[float, float] | None = None
+        self._held_up = False
+        """Once for all: what could not be read in a pause comes at once, which does not tell how fast a worker is."""
         self._ticket: Ticket | None = None
 
     @property
@@ -68,12 +70,13 @@ class Flight:
         self.streamed_tokens += n_tokens
         self._tokens += n_tokens
         if self._tokens >= REPORT_TOKENS:
-            outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens)
+            outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens, held_up=self._held_up)
             self._tokens = 0
             self._planner.observe(self.facts.request_id, outcome, now_s)
 
     def pause(self) -> None:
         """We wait for the client and do not read: the worker's silence is no stall until `resume`."""
+        self._held_up = True
         if self._paused is None and self._ticket is not None:
             self._paused = time.monotonic(), self._ticket.due_s
             self._ticket.due_s = math.inf
