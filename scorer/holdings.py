@@ -20,15 +20,16 @@ EVENT_GRACE_S: Final = 0.5
 
 
 class Stay:
-    """What a request has on one rank: its booking, and the blocks it is assumed to bring there."""
+    """What a request has on one rank: its booking, and the blocks it is assumed (since `assumed_s`) to bring there."""
 
-    __slots__ = ("booking", "holder", "keys", "worker")
+    __slots__ = ("assumed_s", "booking", "holder", "keys", "worker")
 
     def __init__(self, worker: Worker, holder: Holder, booking: Booking) -> None:
         self.worker = worker
         self.holder = holder
         self.booking = booking
         self.keys: list[int] = []
+        self.assumed_s = 0.0
 
 
 class Holdings:
@@ -83,37 +84,40 @@ class Holdings:
         index, known = self.approximate, 0
         if worker.publishes_events:
             index, known = self.optimistic, cached_tokens // (worker.block_size() or USUAL_BLOCK_SIZE)
+        stay.assumed_s = now_s
         stay.keys = index.assume(*stay.holder, prompt, now_s, model=facts.model, lora=facts.lora, first_block=known)
 
-    def confirm(self, stay: Stay, planned_s: float) -> None:
+    def confirm(self, stay: Stay) -> None:
         """Give up the assumption when the worker's events have said so themselves."""
         if stay.keys and stay.worker.publishes_events and self.index.holds(*stay.holder, stay.keys[-1]):
-            self.optimistic.retract(*stay.holder, stay.keys, planned_s)
+            self.optimistic.retract(*stay.holder, stay.keys, stay.assumed_s)
             stay.keys = []
 
-    def release(self, stay: Stay, planned_s: float, prefilled: bool, now_s: float) -> None:
+    def release(self, stay: Stay, prefilled: bool, now_s: float) -> None:
         """The request has left; its prompt was computed there or not."""
         if not stay.keys:
             return
         if not stay.worker.publishes_events:
             if not prefilled:
-                self.approximate.retract(*stay.holder, stay.keys, planned_s)
+                self.approximate.retract(*stay.holder, stay.keys, stay.assumed_s)
             return
-        self.confirm(stay, planned_s)
+        self.confirm(stay)
         if stay.keys:
             until_s = now_s + EVENT_GRACE_S if prefilled else now_s
-            self._unannounced.append((until_s, stay.holder, stay.keys, planned_s))
+            self._unannounced.append((until_s, stay.holder, stay.keys, stay.assumed_s))
 
     def settle(self, now_s: float) -> None:
         """Give up what was not announced in time, and what was."""
         for _ in range(len(self._unannounced)):
-            until_s, holder, keys, planned_s = self._unannounced.popleft()
+            until_s, holder, keys, assumed_s = self._unannounced.popleft()
             if until_s <= now_s or self.index.holds(*holder, keys[-1]):
-                self.optimistic.retract(*holder, keys, planned_s)
+                self.optimistic.retract(*holder, keys, assumed_s)
             else:
-                self._unannounced.append((until_s, holder, keys, planned_s))
+                self._unannounced.append((until_s, holder, keys, assumed_s))
 
-    def correct(self, stay: Stay, facts: RequestFacts, prompt: Prompt, cached_tokens: int, planned_s: float) -> None:
+    def correct(self, stay: Stay, facts: RequestFacts, prompt: Prompt, cached_tokens: int) -> None:
         """The engine found so many tokens cached: believed where it has no events."""
         if not stay.worker.publishes_events:
-            self.approximate.correct(*stay.holder, prompt, cached_tokens, planned_s, model=facts.model, lora=facts.lora)
+            self.approximate.correct(
+                *stay.holder, prompt, cached_tokens, stay.assumed_s, model=facts.model, lora=facts.lora
+            )

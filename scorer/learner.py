@@ -1,8 +1,8 @@
 """From what happened to planned requests to factors of the calibration.
 
 Only what speaks for itself is learned from: a prefill that had the worker's line to itself, a wait so long that the
-rest hardly matters, steps between two reports of one stream beside which nothing was computed, the longest of them if
-one pull came in between, a transfer after which nothing but one step was due.
+rest hardly matters, steps between two reports of one stream that nobody held up and beside which nothing was computed,
+the longest of them if one pull came in between, a transfer after which nothing but one step was due.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from scorer.cost import CostModel
 from scorer.fleet import Worker
 from scorer.ledger import Load
 from scorer.pricing import pair_name
-from scorer.types import PdReason, Plan, RequestFacts
+from scorer.types import Outcome, PdReason, Plan, RequestFacts
 
 _QUIET_S = 1e-3
 """A predicted wait below this is none."""
@@ -76,16 +76,21 @@ class Learner:
         trace.computed = None if load.computing else load.computed
         trace.pulled = load.pulled
 
-    def tokens(self, trace: Trace, worker: Worker, load: Load, n_tokens: int, gap_s: float, now_s: float) -> None:
-        trace.n_tokens += n_tokens
-        if trace.reported_s is not None and n_tokens and trace.computed == load.computed and not load.computing:
+    def tokens(
+        self, facts: RequestFacts, trace: Trace, worker: Worker, load: Load, outcome: Outcome, now_s: float
+    ) -> None:
+        """One step brings a token to each of the request's sequences."""
+        trace.n_tokens += outcome.n_tokens
+        alone = trace.computed == load.computed and not load.computing
+        if trace.reported_s is not None and outcome.n_tokens and alone and not outcome.held_up:
             pulls = load.pulled - trace.pulled
             step_s = self._cost.step_s(load.streams, load.kv_tokens, worker.weight)
             if not pulls:
-                self._calibration.add(Part.STEP, worker.name, step_s, (now_s - trace.reported_s) / n_tokens)
+                took_s = (now_s - trace.reported_s) / (outcome.n_tokens / facts.n_sequences)
+                self._calibration.add(Part.STEP, worker.name, step_s, took_s)
                 worker.step_factor = self._calibration.value(Part.STEP, worker.name)
             elif pulls == 1:
-                over_s = gap_s - worker.step_factor * step_s
+                over_s = outcome.longest_gap_s - worker.step_factor * step_s
                 self._calibration.add(Part.STALL, worker.name, self._cost.constants.pull_stall_s, over_s)
                 worker.stall_factor = self._calibration.value(Part.STALL, worker.name)
         trace.reported_s = now_s
@@ -94,7 +99,7 @@ class Learner:
     def ended(self, facts: RequestFacts, trace: Trace) -> None:
         if trace.n_tokens:
             expected = self._cost.constants.expected_output_tokens
-            self._calibration.add(Part.OUTPUT, facts.model, expected, trace.n_tokens)
+            self._calibration.add(Part.OUTPUT, facts.model, expected, trace.n_tokens / facts.n_sequences)
 
     def _wait_factor(self, worker: Worker) -> float:
         """A queue that goes faster than booked has had prompts that fit into one step, which the next ones may not."""

@@ -51,7 +51,7 @@ class _Flight:
     prefill worker, until that has answered. `pair`: whose handoff is under way.
     """
 
-    __slots__ = ("decode", "facts", "held", "pair", "plan", "planned_s", "prefill", "prompt", "trace")
+    __slots__ = ("decode", "facts", "held", "pair", "plan", "prefill", "prompt", "trace")
 
     def __init__(self, facts: RequestFacts, plan: Plan, prompt: Prompt | None, decode: Stay, held: Match) -> None:
         self.facts = facts
@@ -61,7 +61,6 @@ class _Flight:
         self.held = held
         self.prefill: Stay | None = None
         self.pair: Names | None = None
-        self.planned_s = plan.decided_at_s
         self.trace = Trace(plan.decided_at_s)
 
 
@@ -119,6 +118,7 @@ class Planner:
         worker = self.fleet.workers.get(name)
         if worker is None:
             self.holdings.remove(name)
+            self._turns = {holder: turn for holder, turn in self._turns.items() if holder[0] != name}
             return
         self._learner.recall(worker)
         self.holdings.configure(worker)
@@ -183,6 +183,7 @@ class Planner:
         failed = flight.plan.chosen.prefill
         self._leave_prefill(flight, now_s, prefilled=False)
         self._end_pair(flight)
+        flight.trace = Trace(now_s)  # What failed took time, too, which says nothing of who is next.
         if failed is not None:
             flight.facts = msgspec.structs.replace(
                 flight.facts, excluded=flight.facts.excluded | {failed[0]}, keep_local=why if local else None
@@ -332,15 +333,14 @@ class Planner:
             if flight.pair is not None:
                 self.pairs.worked(flight.pair)
                 flight.pair = None
-            self.holdings.confirm(flight.decode, flight.planned_s)
+            self.holdings.confirm(flight.decode)
         elif kind is OutcomeKind.TOKEN:
             flight.decode.booking.grow(outcome.n_tokens)
             load = flight.decode.booking.load
-            gap_s = outcome.longest_gap_s
-            self._learner.tokens(flight.trace, flight.decode.worker, load, outcome.n_tokens, gap_s, now_s)
+            self._learner.tokens(flight.facts, flight.trace, flight.decode.worker, load, outcome, now_s)
         elif kind is OutcomeKind.CACHED_TOKENS:
             if flight.prompt is not None and not flight.plan.remote:
-                self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens, flight.planned_s)
+                self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens)
         elif kind is OutcomeKind.PREFILL_DONE:
             if flight.prefill is not None:
                 self._learner.prefill_done(flight.facts, flight.plan, flight.trace, flight.prefill.worker, now_s)
@@ -358,7 +358,7 @@ class Planner:
             decode = flight.decode
             prefilled = not decode.booking.prefilling or kind is OutcomeKind.END
             decode.booking.settle(now_s)
-            self.holdings.release(decode, flight.planned_s, prefilled, now_s)
+            self.holdings.release(decode, prefilled, now_s)
 
     def in_flight(self) -> int:
         return len(self._flights)
@@ -367,7 +367,7 @@ class Planner:
         stay, flight.prefill = flight.prefill, None
         if stay is not None:
             stay.booking.settle(now_s)
-            self.holdings.release(stay, flight.planned_s, prefilled, now_s)
+            self.holdings.release(stay, prefilled, now_s)
 
     def _end_pair(self, flight: _Flight) -> None:
         pair, flight.pair = flight.pair, None

@@ -211,7 +211,7 @@ class OutcomeKind(Enum):
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """One observation. `worker_failed` tells a worker's fault from a client's; `n_tokens` goes with TOKEN and
-    CACHED_TOKENS.
+    CACHED_TOKENS. `held_up`: a client that did not take its answer has had a part in when its TOKENs came.
     """
 
     kind: OutcomeKind
@@ -222,6 +222,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     pull_s: float | None = None
     status: int | None = None
     worker_failed: bool = False
+    held_up: bool = False
     reason: str | None = None
 
 

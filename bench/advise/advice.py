@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from bench.advise.capacity import Capacity
+from bench.advise.errors import InputError
 from bench.advise.network import BlockSize, best, block_sizes, link
 from bench.advise.server import ServerPlan
 from bench.advise.splits import KEPT, Fleet, Objectives, Outcome, candidates, prefill_share, simulate
@@ -18,6 +19,8 @@ SMALL_CHUNKS: Final = 2048
 """The cheaper way to shorter stalls, so it is compared too: a third of the stall for 6 % of TTFT, as measured."""
 FASTER: Final = (2.0, 3.0, 4.0)
 """Where whole servers keep the objectives, more traffic shows whether a split would ever pay."""
+MOST_SPAN_S: Final = 86_400.0
+"""Of what is simulated. Engines are asked each second, whether anything happens or not."""
 _BUDGET_S: Final = 30.0
 _ROUNDS: Final = 2.5
 """Times every fleet is run, as a rule: at the rate itself, and faster."""
@@ -76,6 +79,11 @@ def advise(question: Question, heard: Heard = lambda number, of, what: None) -> 
         fleets.append(Fleet(question.servers, chunk_tokens=SMALL_CHUNKS))
     fleets += candidates(question.servers, prefill_share(plan, traffic))
     part = traffic.part(question.requests or affordable(traffic, round(_ROUNDS * len(fleets)), block_size))
+    if part.span_s > MOST_SPAN_S:
+        raise InputError(
+            f"{traffic.source}: {len(part.rows):,} requests over {part.span_s / 86_400:.3g} days are too few to "
+            "simulate; their times should be milliseconds. Give --rate, or less of the trace"
+        )
     seen = 0
 
     def run(fleet: Fleet, faster: float = 1.0) -> Outcome:

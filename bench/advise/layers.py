@@ -23,7 +23,7 @@ class Layers:
 def layers_of(text: Mapping[str, Any], total: int) -> tuple[Layers, list[str]]:
     """The layers, and what is to be said of them."""
     window = text.get("sliding_window") or text.get("attention_chunk_size") or 0
-    window = window if isinstance(window, int) and text.get("use_sliding_window") is not False else 0
+    window = max(0, window) if isinstance(window, int) and text.get("use_sliding_window") is not False else 0
     full, windowed = _counts(text, total, window)
     if not window:
         full, windowed = full + windowed, 0
@@ -40,13 +40,14 @@ def layers_of(text: Mapping[str, Any], total: int) -> tuple[Layers, list[str]]:
 
 
 def _counts(text: Mapping[str, Any], total: int, window: int) -> tuple[int, int]:
-    """Layers of full attention, layers with a window."""
+    """Layers of full attention, layers with a window. Those beyond the `total` (for speculation) do not count."""
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list):
-        return sum(it in _FULL for it in types), sum(it in _WINDOWED for it in types)
+        names = [it for it in types[:total] if isinstance(it, str)]
+        return sum(it in _FULL for it in names), sum(it in _WINDOWED for it in names)
     pattern = text.get("hybrid_override_pattern")
     if isinstance(pattern, str):  # Nemotron-H: "M-M*-...", a star for each attention layer
-        return pattern.count("*"), 0
+        return pattern[:total].count("*"), 0
     period = text.get("attn_layer_period") or text.get("full_attention_interval")
     if isinstance(period, int) and period > 0:  # Jamba, Qwen3-Next
         offset = text.get("attn_layer_offset", period - 1)
@@ -58,5 +59,6 @@ def _counts(text: Mapping[str, Any], total: int, window: int) -> tuple[int, int]
         return total // every, total - total // every
     below = text.get("max_window_layers")
     if isinstance(below, int):  # Qwen2: those from there on
-        return min(below, total), max(0, total - below)
+        full = min(max(0, below), total)
+        return full, total - full
     return 0, total

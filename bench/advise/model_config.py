@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from bench.advise.errors import InputError
 from bench.advise.layers import Layers, layers_of
-from bench.advise.weights import Weights, weights_of
+from bench.advise.weights import MOST, Weights, weights_of
 
 _NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 _ALIASES: Final = {
@@ -21,6 +21,7 @@ _ALIASES: Final = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "model_max_length"),
 }
+_MOST_LAYERS: Final = 10_000
 KV_DTYPES: Final = {
     "auto": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1,
 }  # fmt: skip
@@ -76,7 +77,7 @@ def read_model(path: Path) -> Model:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{file}: no such file; give the model's config.json (Hugging Face format)") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:  # Not UTF-8, not JSON, numbers too long to be any.
         raise InputError(f"{file}: not JSON ({exc})") from None
     if not isinstance(config, dict):
         raise InputError(f"{file}: not a model's config.json: it holds no object")
@@ -92,9 +93,11 @@ def parse_model(config: Mapping[str, Any], *, name: str = "model") -> Model:
         raise InputError("encoder-decoder models are not supported")
     text, notes = _text(config)
     hidden, heads = _count(text, "hidden_size"), _count(text, "num_attention_heads")
-    n_layers = _count(text, "num_hidden_layers")
+    n_layers = _count(text, "num_hidden_layers", most=_MOST_LAYERS)
     kv_heads = _count(text, "num_key_value_heads", 1 if text.get("multi_query") else heads)
     head_dim = _count(text, "head_dim", hidden // heads)
+    if not head_dim:
+        raise InputError(f"hidden_size ({hidden}) is below num_attention_heads ({heads})")
     value_dim, latent = _count(text, "v_head_dim", head_dim), 0
     if text.get("kv_lora_rank"):
         rope_dim = _count(text, "qk_rope_head_dim")
@@ -134,7 +137,7 @@ def _text(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return found, notes
 
 
-def _count(text: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _count(text: Mapping[str, Any], key: str, default: int | None = None, *, most: int = MOST) -> int:
     value = text.get(key)
     if value is None:
         if default is None:
@@ -142,4 +145,6 @@ def _count(text: Mapping[str, Any], key: str, default: int | None = None) -> int
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (value == 0 and default != 0):
         raise InputError(f"{key} should be a positive whole number, got {value!r}")
+    if value > most:
+        raise InputError(f"{key} should be at most {most:,}")
     return value

@@ -133,6 +133,8 @@ def read_trace(path: Path) -> Traffic:
     if len(rows) < 2:
         raise InputError(f"{path}: holds {len(rows)} requests; at least 2 are needed")
     rows.sort(key=lambda row: row.at_s)
+    if not math.isfinite(rows[-1].at_s - rows[0].at_s):
+        raise InputError(f"{path}: the times of its requests are no times; they should be milliseconds")
     shares = any(row.hash_ids is not None for row in rows)
     notes = () if shares else ("the trace does not say which prompts share a beginning: all are taken as new",)
     return Traffic(str(path), _from_zero(rows), notes=notes)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from bench.advise.errors import InputError
 from bench.advise.layers import Layers
 
 _PLAIN_MLP: Final = ("opt", "gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "phi", "mpt", "bloom", "starcoder2")
@@ -14,6 +15,9 @@ _BITS: Final = {
     "fp8": 8.0, "fbgemm_fp8": 8.0, "awq": 4.25, "gptq": 4.25, "mxfp4": 4.25, "nvfp4": 4.5, "modelopt_fp4": 4.5,
 }  # fmt: skip
 """Quantisation method -> bits of a weight, scales included."""
+MOST: Final = 10**9
+"""No number of a model's shape is larger, so that what is computed of them stays a number."""
+_MOST_BITS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,9 @@ def weights_of(
     value_dim: int,
     layers: Layers,
 ) -> tuple[Weights, list[str]]:
-    """Attention, MLP or experts and embeddings; norms, biases and vision towers are left out."""
+    """Attention, MLP or experts and embeddings; norms, biases and vision towers are left out. Raises InputError for
+    numbers that cannot be.
+    """
     notes: list[str] = []
     attention = _attention(text, hidden, heads, kv_heads, head_dim, value_dim)
     inner = _number(text, "intermediate_size") or 4 * hidden
@@ -91,11 +97,10 @@ def _precision(text: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[floa
     bits, low = _BITS.get(str(how.get("quant_algo") or method).lower(), 0.0), False
     groups = how.get("config_groups")
     if isinstance(groups, dict) and groups:  # compressed-tensors
-        group = next(iter(groups.values()))
-        weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        bits, low = float(weights.get("num_bits") or 16), inputs is not None
-    elif isinstance(how.get("bits"), int):
-        bits = how["bits"] + 0.25
+        group = _dict(next(iter(groups.values())))
+        bits, low = _bits(_dict(group.get("weights")), "num_bits") or 16.0, group.get("input_activations") is not None
+    elif own := _bits(how, "bits"):
+        bits = own + 0.25
     elif how.get("load_in_4bit"):
         bits = 4.25
     elif how.get("load_in_8bit"):
@@ -106,6 +111,25 @@ def _precision(text: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[floa
     return bits, low, [f"weights quantised ({method or 'config'}): {bits:g} bits each, embeddings 16"]
 
 
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _bits(how: Mapping[str, Any], key: str) -> float:
+    """0: it does not say."""
+    value = how.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value == 0:
+        return 0.0
+    if not 0 < value <= _MOST_BITS:
+        raise InputError(f"{key} of the quantisation should be from 1 to {_MOST_BITS}, got {value!r:.40}")
+    return float(value)
+
+
 def _number(text: Mapping[str, Any], key: str) -> int:
+    """0: it does not say."""
     value = text.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    if not 0 <= value <= MOST:
+        raise InputError(f"{key} should be a whole number from 0 to {MOST:,}")
+    return value

@@ -24,6 +24,7 @@ stretch = lru_cache(maxsize=8192)(unique)
 
 def blocks(numbers: list[int], block_tokens: int, n_tokens: int) -> bytes:
     """A prompt of `n_tokens` made of blocks of `block_tokens`, the last one perhaps cut."""
+    block_tokens = min(block_tokens, n_tokens)
     return b"".join([stretch(number, block_tokens) for number in numbers])[: 4 * n_tokens]
 
 

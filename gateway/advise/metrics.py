@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections import defaultdict
@@ -18,6 +19,8 @@ from gateway.engine.metrics import Scrape, parse_metrics
 from gateway.errors import UserError
 
 _TIMEOUT_S = 10.0
+_MOST = 1e18
+"""No server has counted so many tokens."""
 _PROMPT = "vllm:request_prompt_tokens"
 _ANSWER = "vllm:request_generation_tokens"
 _GATEWAY = "warmroute_build_info"
@@ -95,12 +98,15 @@ def read(text: str, at_s: float) -> Reading:
 
 
 def _lengths(samples: Sequence[tuple[str, dict[str, str], float]]) -> Lengths:
-    """All engines and models of a server together."""
+    """All engines and models of a server together. Raises ValueError for numbers that cannot be."""
     upto: dict[float, float] = defaultdict(float)
     total = requests = 0.0
     for name, labels, value in samples:
+        upper = float(labels.get("le", "inf"))
+        if not 0 <= value < _MOST or math.isnan(upper):
+            raise ValueError(f"its {name} is no count: {value} up to {upper}")
         if name.endswith("_bucket"):
-            upto[float(labels["le"])] += value
+            upto[upper] += value
         elif name.endswith("_sum"):
             total += value
         elif name.endswith("_count"):
@@ -123,9 +129,11 @@ def counted(now: Sequence[Reading], before: Sequence[Reading] | None) -> Counted
         if old is not None:
             span_s = it.at_s - old.at_s
             own = it.prompts.since(old.prompts), it.answers.since(old.answers)
-            if own[0].requests < 0:
+            if own[0].requests < 0 or own[1].requests < 0 or stats.process_start_s != old.scrape.stats.process_start_s:
                 raise UserError("--from-metrics: a server was restarted between the two readings; try again")
-        elif stats.process_start_s is not None and it.at_s > stats.process_start_s:
+            if span_s <= 0:
+                raise UserError("--from-metrics: the clock went back between the two readings; try again")
+        elif stats.process_start_s is not None and 0 < stats.process_start_s < it.at_s:
             span_s, own = it.at_s - stats.process_start_s, (it.prompts, it.answers)
         else:
             raise UserError("--from-metrics: a server does not say when it was started; give --metrics-interval-s")

@@ -9,7 +9,6 @@ several engines (data-parallel ranks) has one sample of each per engine: counts 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -41,6 +40,7 @@ _SUMMED = (
     *(_NIXL_BYTES, _NIXL_SECONDS, _NIXL_FAILED, _NIXL_EXPIRED),
 )
 _NAMES = "|".join([*(name for names in _SUMMED for name in names), *_KV_USAGE, _CACHE_CONFIG, _SLEEP])
+_MOST = 1e24
 _QUOTED = r'"(?:[^"\\\n]|\\.)*"'
 _SERIES = re.compile(
     rf"^(?:vllm[:_]({_NAMES})|({_START}))[ \t]*(?:\{{((?:[^\"}}\n]|{_QUOTED})*)\}})?[ \t]*([^ \t\r\n]+)", re.MULTILINE
@@ -66,7 +66,7 @@ def parse_metrics(text: str, scraped_at_s: float) -> Scrape:
             value = float(number)
         except ValueError:
             continue
-        if math.isfinite(value):
+        if 0 <= value < _MOST:  # All of them are counts, seconds, shares or sizes.
             samples[name or start].append((labels, value))
     usage = _newest(samples, _KV_USAGE)
     engines = [_labels(labels) for labels, _ in samples.get(_CACHE_CONFIG, ())]
@@ -127,11 +127,12 @@ def _prefix_caching(engines: list[dict[str, str]]) -> bool | None:
 
 
 def _count(text: str | None) -> int | None:
-    """A label that holds a number; "None" and 0 mean that the engine does not know."""
+    """A label that holds a number above 0; "None" and 0 mean that the engine does not know."""
     try:
-        return int(float(text or "")) or None
+        count = int(float(text or ""))
     except (ValueError, OverflowError):
         return None
+    return count if count > 0 else None
 
 
 def _total(values: list[int | None]) -> int | None:

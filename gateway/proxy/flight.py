@@ -23,8 +23,8 @@ class Flight:
     """A booked attempt. Its outcome is END, ERROR or CANCELLED, whichever is said first; the rest is ignored."""
 
     __slots__ = (
-        "_alive_again_s", "_gap_s", "_health", "_last_s", "_paused", "_planner", "_ticket", "_tokens", "ended", "facts",
-        "plan", "streamed_tokens",
+        "_alive_again_s", "_gap_s", "_health", "_held_up", "_last_s", "_paused", "_planner", "_ticket", "_tokens",
+        "ended", "facts", "plan", "streamed_tokens",
     )  # fmt: skip
 
     def __init__(self, planner: Planner, health: Health, facts: RequestFacts, plan: Plan) -> None:
@@ -40,6 +40,8 @@ class Flight:
         self._last_s = math.inf
         self._alive_again_s = 0.0
         self._paused: tuple[float, float] | None = None
+        self._held_up = False
+        """Once for all: what could not be read in a pause comes at once, which does not tell how fast a worker is."""
         self._ticket: Ticket | None = None
 
     @property
@@ -73,13 +75,16 @@ class Flight:
         self.streamed_tokens += n_tokens
         self._tokens += n_tokens
         if self._tokens >= REPORT_TOKENS:
-            outcome = Outcome(kind=OutcomeKind.TOKEN, n_tokens=self._tokens, longest_gap_s=self._gap_s)
+            outcome = Outcome(
+                kind=OutcomeKind.TOKEN, n_tokens=self._tokens, longest_gap_s=self._gap_s, held_up=self._held_up
+            )
             self._tokens = 0
             self._gap_s = 0.0
             self._planner.observe(self.facts.request_id, outcome, now_s)
 
     def pause(self) -> None:
         """We wait for the client and do not read: the worker's silence is no stall until `resume`."""
+        self._held_up = True
         if self._paused is None and self._ticket is not None:
             self._paused = time.monotonic(), self._ticket.due_s
             self._ticket.due_s = math.inf

@@ -7,11 +7,12 @@ import contextlib
 import signal
 import time
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import LineTooLong
 
 from gateway.cli import Parser
 from gateway.errors import UserError
@@ -46,7 +47,7 @@ class Recording:
 
     async def run(self) -> None:
         """Only whole lines are written, each as it comes; however this is left, the file is complete. Raises UserError
-        when there is nothing to read, or the gateway is suddenly gone.
+        when there is nothing to read, the gateway is suddenly gone, or the file cannot be written any more.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         try:
@@ -56,7 +57,7 @@ class Recording:
             ):
                 await self._check(response)
                 # Not before there is something to write does an older file go.
-                with self._out.open("wb") as file:
+                with self._out.open("wb", buffering=0) as file:
                     self.begun.set()
                     await self._read(response.content, file)
         except (aiohttp.ClientError, TimeoutError) as exc:
@@ -73,20 +74,39 @@ class Recording:
             why = f"status {response.status}"
         raise UserError(f"{self._url} gives no recording: {why}; --url is a gateway's admin address")
 
-    async def _read(self, lines: aiohttp.StreamReader, file: BinaryIO) -> None:
+    async def _read(self, lines: aiohttp.StreamReader, file: FileIO) -> None:
         while self._most_rows is None or self.rows < self._most_rows:
-            line = await lines.readline()
-            if not line.endswith(b"\n"):
-                raise aiohttp.ClientPayloadError
-            note = _decode(line)
+            try:
+                line = await lines.readline()
+                if not line.endswith(b"\n"):
+                    raise aiohttp.ClientPayloadError
+                note = _decode(line)
+            except (msgspec.DecodeError, LineTooLong):
+                raise UserError(
+                    f"{self._url} gives something else than a recording; {self._out} holds {self.rows} requests"
+                ) from None
             if note.lost_rows is None:
-                file.write(line)
-                file.flush()
+                try:
+                    append(file, line)
+                except OSError as exc:
+                    raise UserError(f"{self._out}: {exc.strerror or exc}; it holds {self.rows} requests") from None
                 self.rows += 1
                 continue
             self.note = note
             if note.end is not None:
                 return
+
+
+def append(file: FileIO, line: bytes) -> None:
+    """All of it or nothing. Raises OSError."""
+    done = 0
+    try:
+        while done < len(line):
+            done += file.write(line[done:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(file.tell() - done)
+        raise
 
 
 def main(args: Sequence[str]) -> int:
@@ -108,6 +128,8 @@ def main(args: Sequence[str]) -> int:
     recording = Recording(options.url.rstrip("/") + PATH, options.out, options.requests)
     began_s = time.monotonic()
     asyncio.run(_until_told(recording, options.duration_s))
+    if not recording.begun.is_set():
+        raise UserError(f"the gateway at {options.url} gave no answer, so {options.out} was not written")
     print(_summary(recording, options.out, time.monotonic() - began_s))
     return 0
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from bench.sim.workloads.traces import Replay, read_mooncake
 from gateway.errors import UserError
@@ -274,3 +276,31 @@ async def test_a_client_that_leaves_is_recorded_with_what_it_got(fleet: Fleet, t
     await asyncio.wait_for(task, 10)
     (row,) = read_mooncake(tmp_path / "t")
     assert 1 <= row.output_tokens <= 8001
+
+
+@pytest.mark.parametrize("line", [b"\x00\xff\n", b'"row"\n', b'{"lost_rows": "many"}\n', b"x" * (9 << 20)])
+async def test_what_is_no_recording_is_told(line: bytes, tmp_path: Path) -> None:
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(body=line, content_type="application/x-ndjson")
+
+    app = web.Application()
+    app.router.add_get("/debug/record", page)
+    async with TestServer(app) as server:
+        with pytest.raises(UserError, match=r"gives something else than a recording; .* holds 0 requests"):
+            await asyncio.wait_for(Recording(str(server.make_url("/debug/record")), tmp_path / "t").run(), 20)
+    assert (tmp_path / "t").read_bytes() == b""
+
+
+async def test_a_gateway_that_answers_nothing_leaves_no_file(tmp_path: Path) -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "gateway", "record", "--url", f"http://127.0.0.1:{port}"),
+            *("--out", str(tmp_path / "t"), "--duration-s", "0.2"),
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await asyncio.wait_for(process.communicate(), 20)
+    assert (process.returncode, out) == (2, b"")
+    assert b"gave no answer" in err
+    assert not (tmp_path / "t").exists()

@@ -183,6 +183,17 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, text: str, why: 
         read_trace(file)
 
 
+@pytest.mark.parametrize("last_ms", [3e10, 1.7e308])
+def test_times_that_are_no_milliseconds_are_no_reason_to_wait_for_ever(
+    last_ms: float, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t.jsonl"
+    times = [*range(11), last_ms]
+    file.write_text("".join(f'{{"timestamp": {it}, "input_length": 100, "output_length": 5}}\n' for it in times))
+    assert advise(config, file, "--servers", "1", "--requests", "12") == 2
+    assert "should be milliseconds" in capsys.readouterr().err
+
+
 def test_requests_of_one_moment_need_a_rate(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = {"timestamp": 5, "input_length": 100, "output_length": 5, "hash_ids": [1]}
     file = tmp_path / "t.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import pytest
 
@@ -56,6 +57,14 @@ def test_between_two_readings_only_what_came_in_between_counts() -> None:
 def test_what_cannot_be_told_is_said() -> None:
     with pytest.raises(UserError, match="restarted between"):
         counted([reading(1110.0)], [reading(times=3)])
+    restarted = read(
+        metrics(times=3).replace("process_start_time_seconds 1000.0", "process_start_time_seconds 1105"), 1110
+    )
+    with pytest.raises(UserError, match="restarted between"):
+        counted([restarted], [reading()])
+    for at_s in (1100.0, 1000.0):
+        with pytest.raises(UserError, match="the clock went back"):
+            counted([reading(at_s, times=3)], [reading()])
     with pytest.raises(UserError, match="fewer than two requests; raise --metrics-interval-s"):
         counted([reading(1110.0)], [reading()])
     with pytest.raises(UserError, match="fewer than two requests"):
@@ -75,6 +84,13 @@ def test_hits_nobody_counts_are_unknown() -> None:
     [
         ("", "is it a vLLM server"),
         ("vllm:request_prompt_tokens 4\n", "is it a vLLM server"),
+        *(
+            (re.sub(rf"(_tokens{end}.*) \d+\n", rf"\1 {value}\n", metrics()), "is no count")
+            for end in ("_sum", "_count", "_bucket")
+            for value in ("NaN", "+Inf", "-5", "1e308")
+        ),
+        (metrics().replace('le="1000.0"', 'le="NaN"'), "is no count"),
+        (metrics().replace('le="1000.0"', 'le="many"'), "could not convert"),
     ],
 )
 def test_what_is_no_engine_is_refused(text: str, why: str) -> None:

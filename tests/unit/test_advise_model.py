@@ -128,11 +128,40 @@ def test_experts_cost_the_chosen_ones() -> None:
         (LLAMA_70B | {"num_key_value_heads": 0}, "num_key_value_heads should be"),
         (LLAMA_70B | {"is_encoder_decoder": True}, "encoder-decoder"),
         (DEEPSEEK_V3 | {"qk_rope_head_dim": None}, "no qk_rope_head_dim"),
+        (LLAMA_70B | {"hidden_size": 1}, r"hidden_size \(1\) is below num_attention_heads \(64\)"),
+        (LLAMA_70B | {"hidden_size": 10**400}, "hidden_size should be at most"),
+        (LLAMA_70B | {"num_hidden_layers": 10**9, "attn_layer_period": 8}, "num_hidden_layers should be at most"),
+        (LLAMA_70B | {"vocab_size": -(10**12)}, "vocab_size should be"),
+        (MIXTRAL | {"num_local_experts": -8}, "num_local_experts should be"),
+        (LLAMA_70B | {"quantization_config": {"bits": -3}}, "bits of the quantisation should be"),
+        (LLAMA_70B | {"quantization_config": {"bits": 10**400}}, "bits of the quantisation should be"),
+        (
+            LLAMA_70B | {"quantization_config": {"config_groups": {"g": {"weights": {"num_bits": float("nan")}}}}},
+            "num_bits of the quantisation should be",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused(config: dict[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=why):
         parse_model(config)
+
+
+@pytest.mark.parametrize("group", [None, "x", {"weights": "x"}, {"weights": {"num_bits": "x"}}])
+def test_a_quantisation_nobody_understands_is_taken_as_16_bits(group: Any) -> None:
+    assert parse_model(LLAMA_70B | {"quantization_config": {"config_groups": {"g": group}}}).weights.bits == 16
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"layer_types": ["full_attention"] * 90}, {"sliding_window": 64, "layer_types": [[], {}, "sliding_attention"]},
+        {"sliding_window": -5}, {"sliding_window": 64, "max_window_layers": -9}, {"hybrid_override_pattern": "*" * 99},
+    ],
+)  # fmt: skip
+def test_there_are_no_more_layers_than_there_are(keys: dict[str, Any]) -> None:
+    layers = parse_model(LLAMA_70B | keys).layers
+    assert 0 < layers.full + layers.windowed <= layers.total
+    assert min(layers.full, layers.windowed, layers.window_tokens) >= 0
 
 
 def test_a_file_or_its_directory(tmp_path: Path) -> None:
@@ -144,6 +173,7 @@ def test_a_file_or_its_directory(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(InputError, match="holds no object"):
         read_model(file)
-    file.write_text("{")
-    with pytest.raises(InputError, match="not JSON"):
-        read_model(file)
+    for text in ("{", '{"text_config":' * 100_000):
+        file.write_text(text)
+        with pytest.raises(InputError, match="not JSON"):
+            read_model(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -140,3 +141,14 @@ def test_unclosed_labels_cost_no_more_than_their_length() -> None:
     broken = "vllm:num_requests_running{\n" * 50_000
     stats = parse_metrics(broken + "vllm:num_requests_waiting 2.0\n", 1.0).stats
     assert (stats.running, stats.waiting) == (None, 2.0)
+
+
+@pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e308"])
+def test_what_can_be_no_count_is_not_said(value: str) -> None:
+    told = stats(f"vllm:num_requests_waiting {value}\nvllm:request_prefill_time_seconds_sum {value}\n")
+    assert told == EngineStats(scraped_at_s=5.0)
+
+
+def test_sizes_below_one_are_unknown() -> None:
+    told = stats('vllm:cache_config_info{block_size="-16",num_gpu_blocks="-100",kv_cache_size_tokens="-1"} 1.0\n')
+    assert (told.block_size, told.kv_blocks, told.kv_capacity_tokens) == (None, None, None)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+from io import FileIO
 from typing import Any
 
 import pytest
 
 from gateway.cli import main
 from gateway.record import reader as reader_module
+from gateway.record.command import append
 from gateway.record.reader import BLOCK_TOKENS, MOST_TOKENS, Reader
 
 HELLO = {"lost_rows": 0, "forgotten_blocks": 0}
@@ -114,3 +117,24 @@ def test_wrong_calls_are_explained(
     assert main(["record", *args]) == 2
     assert why in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+class _Full(FileIO):
+    """A disk that takes `room` more bytes."""
+
+    room = 10
+
+    def write(self, data: Any) -> int:
+        taken = bytes(data)[: self.room]
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= len(taken)
+        return super().write(taken)
+
+
+def test_a_full_disk_holds_whole_lines(tmp_path: Any) -> None:
+    with _Full(str(tmp_path / "t"), "wb") as file:
+        append(file, b"1234567\n")
+        with pytest.raises(OSError, match="No space"):
+            append(file, b"abcdefg\n")
+    assert (tmp_path / "t").read_bytes() == b"1234567\n"

@@ -78,9 +78,27 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, why: str)
 
 def test_a_csv_line_that_is_no_request_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,many,44\n")
-    with pytest.raises(ValueError, match="line 2"):
-        read_azure(path)
+    head, good = "TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:15:46.6805900,374,44\n"
+    for line in ("2023-11-16 18:15:46.6805900,many,44", "2023-11-16 18:15:47+00:00,374,44", f'"{"x" * 200_000}",3,4'):
+        path.write_text(head + good + line + "\n")
+        with pytest.raises(ValueError, match=r"line [23]: not a request"):
+            read_azure(path)
+    path.write_text("\ufeff" + head + good, encoding="utf-8")  # As spreadsheets write it.
+    assert [row.input_tokens for row in read_azure(path)] == [374]
+
+
+def test_ids_that_are_hashes_are_numbered(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    ids = [[-1, 5], [-1, 1 << 70], None, [1 << 63, 5]]
+    lines = [{"timestamp": i, "input_length": 600, "output_length": 1, "hash_ids": it} for i, it in enumerate(ids)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    rows = read_mooncake(path)
+    assert [row.hash_ids for row in rows] == [[0, 1], [0, 2], None, [3, 1]]
+    assert all(len(Replay(rows)._ask(i, row).tokens()) == 4 * 600 for i, row in enumerate(rows))
+
+
+def test_a_block_longer_than_the_prompt_takes_no_more_room_than_it() -> None:
+    assert blocks([7], 1 << 62, 100) == blocks([7, 8], 100, 100)
 
 
 def test_traffic_like_mooncakes_has_its_published_figures() -> None:

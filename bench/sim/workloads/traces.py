@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import csv
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,25 +68,35 @@ def read_mooncake(path: Path, limit: int | None = None) -> list[Row]:
                 raise ValueError(f"{path}, line {number}: {it.input_length} tokens in {len(it.hash_ids)} blocks")
             output_tokens = max(1, it.output_length)
             rows.append(Row(it.timestamp / 1000, it.input_length, output_tokens, it.hash_ids, it.block_size))
-    return sorted(rows, key=lambda row: row.at_s)
+    return sorted(_small(rows), key=lambda row: row.at_s)
+
+
+def _small(rows: list[Row]) -> list[Row]:
+    """With ids that can be numbers of texts: where some are hashes, all are numbered as they come."""
+    if all(0 <= each < _ALONE for row in rows for each in row.hash_ids or ()):
+        return rows
+    numbers: defaultdict[int, int] = defaultdict(count().__next__)
+    return [row._replace(hash_ids=row.hash_ids and [numbers[each] for each in row.hash_ids]) for row in rows]
 
 
 def read_azure(path: Path, limit: int | None = None) -> list[Row]:
     """Raises ValueError that names the line for one that is no request."""
     rows: list[Row] = []
-    with path.open(newline="") as text:
+    with path.open(newline="", encoding="utf-8-sig") as text:
         start: datetime | None = None
-        for number, it in enumerate(csv.DictReader(text), 2):
-            if limit is not None and len(rows) >= limit:
-                break
+        lines = csv.DictReader(text)
+        while limit is None or len(rows) < limit:
             try:
+                if (it := next(lines, None)) is None:
+                    break
                 # Seven digits of a second's fraction are one too many for Python.
                 at = datetime.fromisoformat(it["TIMESTAMP"][:26])
                 start = start or at
+                at_s = (at - start).total_seconds()
                 lengths = max(1, int(it["ContextTokens"])), max(1, int(it["GeneratedTokens"]))
-            except (KeyError, TypeError, ValueError) as exc:
-                raise ValueError(f"{path}, line {number}: not a request ({exc})") from None
-            rows.append(Row((at - start).total_seconds(), *lengths, None))
+            except (csv.Error, KeyError, TypeError, ValueError) as exc:
+                raise ValueError(f"{path}, line {lines.line_num}: not a request ({exc})") from None
+            rows.append(Row(at_s, *lengths, None))
     return rows
 
 
