@@ -18,6 +18,8 @@ from scorer.types import RequestFacts
 EVENT_GRACE_S: Final = 0.5
 """How long after a request's end its blocks stay assumed while its worker's events have not said so."""
 
+_AT_ONCE: Final = 64
+
 
 class Stay:
     """What a request has on one rank: its booking, and the blocks it is assumed (since `assumed_s`) to bring there."""
@@ -102,13 +104,14 @@ class Holdings:
                 self.approximate.retract(*stay.holder, stay.keys, stay.assumed_s)
             return
         self.confirm(stay)
-        if stay.keys:
-            until_s = now_s + EVENT_GRACE_S if prefilled else now_s
-            self._unannounced.append((until_s, stay.holder, stay.keys, stay.assumed_s))
+        if stay.keys and prefilled:
+            self._unannounced.append((now_s + EVENT_GRACE_S, stay.holder, stay.keys, stay.assumed_s))
+        elif stay.keys:
+            self.optimistic.retract(*stay.holder, stay.keys, stay.assumed_s)
 
     def settle(self, now_s: float) -> None:
-        """Give up what was not announced in time, and what was."""
-        for _ in range(len(self._unannounced)):
+        """Give up what was not announced in time, and what was; some of it at a time."""
+        for _ in range(min(_AT_ONCE, len(self._unannounced))):
             until_s, holder, keys, assumed_s = self._unannounced.popleft()
             if until_s <= now_s or self.index.holds(*holder, keys[-1]):
                 self.optimistic.retract(*holder, keys, assumed_s)

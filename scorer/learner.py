@@ -12,7 +12,7 @@ from scorer.cost import CostModel
 from scorer.fleet import Worker
 from scorer.ledger import Load
 from scorer.pricing import pair_name
-from scorer.types import Outcome, PdReason, Plan, RequestFacts
+from scorer.types import Outcome, PdReason, Plan, Price, RequestFacts
 
 _QUIET_S = 1e-3
 """A predicted wait below this is none."""
@@ -23,13 +23,16 @@ class Trace:
     done when it last reported; None while one was being computed.
     """
 
-    __slots__ = ("computed", "n_tokens", "planned_s", "prefilled_s", "pulled", "reported_s")
+    __slots__ = ("cached_tokens", "computed", "planned_s", "prefilled_s", "price", "pulled", "reported_s", "took_s")
 
     def __init__(self, planned_s: float) -> None:
         self.planned_s = planned_s
         self.prefilled_s: float | None = None
         self.reported_s: float | None = None
-        self.n_tokens = 0
+        self.price = Price()
+        self.cached_tokens = 0
+        self.took_s: float | None = None
+        """To the first token, until it is known whether its prompt was cached as far as was thought."""
         self.computed: int | None = None
         self.pulled = 0
 
@@ -56,7 +59,7 @@ class Learner:
             return  # Its first byte is its last, too; or it had to wait for blocks.
         if chosen.prefill is None:
             if price.load_s < _QUIET_S:
-                self._prompt(facts, worker, chosen.cached_tokens, price.wait_s, price.comp_s, now_s - trace.planned_s)
+                trace.price, trace.cached_tokens, trace.took_s = price, chosen.cached_tokens, now_s - trace.planned_s
         elif trace.prefilled_s is not None:
             name = pair_name(chosen.prefill[0], worker.name)
             front_s = worker.front_factor * self._cost.front_s(facts.prompt_tokens)
@@ -68,8 +71,7 @@ class Learner:
         chosen, price = plan.chosen, plan.chosen.price
         told = chosen.peer and plan.pd_reason is PdReason.HINT  # What it holds is known to who has named it.
         if not told:
-            cached = chosen.prefill_cached_tokens
-            self._prompt(facts, worker, cached, price.wait_s, price.comp_s, now_s - trace.planned_s)
+            self._prompt(facts, worker, price, chosen.prefill_cached_tokens, now_s - trace.planned_s)
 
     def watch(self, trace: Trace, load: Load) -> None:
         """From now on, until the next report, nothing may be computed beside it."""
@@ -80,7 +82,6 @@ class Learner:
         self, facts: RequestFacts, trace: Trace, worker: Worker, load: Load, outcome: Outcome, now_s: float
     ) -> None:
         """One step brings a token to each of the request's sequences."""
-        trace.n_tokens += outcome.n_tokens
         alone = trace.computed == load.computed and not load.computing
         if trace.reported_s is not None and outcome.n_tokens and alone and not outcome.held_up:
             pulls = load.pulled - trace.pulled
@@ -96,19 +97,24 @@ class Learner:
         trace.reported_s = now_s
         self.watch(trace, load)
 
-    def ended(self, facts: RequestFacts, trace: Trace) -> None:
-        if trace.n_tokens:
+    def cached_tokens(self, plan: Plan, trace: Trace, n_tokens: int) -> None:
+        """The engine found so many tokens cached. Where others were expected, the time it took says nothing."""
+        if n_tokens != plan.chosen.cached_tokens:
+            trace.took_s = None
+
+    def ended(self, facts: RequestFacts, trace: Trace, worker: Worker, n_tokens: int) -> None:
+        if trace.took_s is not None:
+            self._prompt(facts, worker, trace.price, trace.cached_tokens, trace.took_s)
+        if n_tokens:
             expected = self._cost.constants.expected_output_tokens
-            self._calibration.add(Part.OUTPUT, facts.model, expected, trace.n_tokens / facts.n_sequences)
+            self._calibration.add(Part.OUTPUT, facts.model, expected, n_tokens / facts.n_sequences)
 
     def _wait_factor(self, worker: Worker) -> float:
         """A queue that goes faster than booked has had prompts that fit into one step, which the next ones may not."""
         return max(1.0, self._calibration.value(Part.WAIT, worker.name))
 
-    def _prompt(
-        self, facts: RequestFacts, worker: Worker, held_tokens: int, wait_s: float, comp_s: float, took_s: float
-    ) -> None:
-        """`wait_s` and `comp_s` were predicted of what took so long in all."""
+    def _prompt(self, facts: RequestFacts, worker: Worker, price: Price, held_tokens: int, took_s: float) -> None:
+        wait_s, comp_s = price.wait_s, price.comp_s
         usual_front_s = self._cost.front_s(facts.prompt_tokens)
         if wait_s >= _QUIET_S:
             if wait_s > comp_s:  # Of a shorter one, little could be told from how long the prompt itself took.

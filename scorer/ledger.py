@@ -18,6 +18,8 @@ class Booking:
     __slots__ = (
         "answer",
         "booked_s",
+        "charged_at",
+        "charged_s",
         "comp_s",
         "done_tokens",
         "kv_tokens",
@@ -25,6 +27,7 @@ class Booking:
         "prefilling",
         "pulled",
         "settled",
+        "since",
         "slo_tpot_s",
         "stalled_s",
     )
@@ -44,6 +47,9 @@ class Booking:
         self.answer = answer
         self.done_tokens = 0
         self.slo_tpot_s = slo_tpot_s
+        self.charged_s = 0.0
+        self.charged_at = self.since = 0
+        """What its prefill costs each stream beside it; its own place among those that became streams."""
         self.stalled_s = 0.0
         """What its stream has lost to prefills beside it, as far as they were booked here."""
         self.load = load
@@ -54,6 +60,7 @@ class Booking:
         self.pulled = pulled
         self.settled = False
         load.prefills[self] = None
+        load.comp_s += comp_s
         if not pulled:
             load.computing += 1
         load.kv_tokens += kv_tokens
@@ -63,13 +70,29 @@ class Booking:
             self.prefilling = False
             self.load.left_line(self, now_s)
             self.load.streaming[self] = None
+            self.load.n_streamed += 1
+            self.since = self.load.n_streamed
 
     def compute_here(self, comp_s: float) -> None:
         """Nothing is pulled after all."""
-        if self.pulled and self.prefilling and not self.settled:
-            self.load.computing += 1
-        self.pulled = False
+        if self.prefilling and not self.settled:
+            self.load.comp_s += comp_s - self.comp_s
+            self.load.computing += self.pulled
+            self.pulled = False
         self.comp_s = comp_s
+
+    def charge(self, stall_s: float) -> None:
+        """Every stream here stands still for so long because of it; what it was charged before is taken back."""
+        self._take_back()
+        self.charged_s, self.charged_at = stall_s, self.load.n_streamed
+        for booking in self.load.streaming:
+            booking.stalled_s += stall_s
+
+    def _take_back(self) -> None:
+        if self.charged_s:
+            for booking in self.load.streaming:
+                if booking.since <= self.charged_at:
+                    booking.stalled_s = max(0.0, booking.stalled_s - self.charged_s)
 
     def head_s(self, now_s: float) -> float:
         """How long its prefill has been the first in line here."""
@@ -89,6 +112,7 @@ class Booking:
         self.settled = True
         if self.prefilling:
             self.load.left_line(self, now_s)
+            self._take_back()  # Whether it was computed is not known; if it was, that is over for most of them.
         else:
             del self.load.streaming[self]
         self.load.kv_tokens -= self.kv_tokens
@@ -97,9 +121,22 @@ class Booking:
 class Load:
     """The bookings of one (worker, rank), in order."""
 
-    __slots__ = ("computed", "computing", "head_since_s", "kv_tokens", "prefills", "pulled", "streaming")
+    __slots__ = (
+        "comp_s",
+        "computed",
+        "computing",
+        "head_since_s",
+        "kv_tokens",
+        "n_streamed",
+        "prefills",
+        "pulled",
+        "streaming",
+    )
 
     def __init__(self) -> None:
+        self.comp_s = 0.0
+        """Of all that are in line."""
+        self.n_streamed = 0
         self.computing = self.computed = self.pulled = 0
         """Prompts that are computed here, and how many have been, or came from elsewhere."""
         self.prefills: dict[Booking, None] = {}
@@ -120,17 +157,13 @@ class Load:
     def left_line(self, booking: Booking, now_s: float) -> None:
         """Its prefill is over."""
         del self.prefills[booking]
+        self.comp_s = self.comp_s - booking.comp_s if self.prefills else 0.0
         self.head_since_s = now_s
         if booking.pulled:
             self.pulled += 1
         else:
             self.computing -= 1
             self.computed += 1
-
-    def stall(self, stall_s: float) -> None:
-        """Every stream here stands still for so long."""
-        for booking in self.streaming:
-            booking.stalled_s += stall_s
 
     def is_head(self, booking: Booking) -> bool:
         return next(iter(self.prefills), None) is booking
@@ -143,7 +176,4 @@ class Load:
             return 0.0
         head = next(iter(self.prefills))
         elapsed = max(0.0, now_s - max(head.booked_s, self.head_since_s))
-        backlog = 0.0
-        for booking in self.prefills:
-            backlog += booking.comp_s
-        return max(0.0, backlog - min(elapsed, head.comp_s))
+        return max(0.0, self.comp_s - min(elapsed, head.comp_s))

@@ -136,7 +136,6 @@ class Planner:
         plan, (worker, holder, load) = decision.plan, decision.decode
         choice = decision.choice
         comp_s = plan.chosen.price.comp_s if choice is None else plan.chosen.price.stall_s
-        load.stall(plan.chosen.price.stall_s)
         booking = Booking(
             load,
             comp_s,
@@ -146,6 +145,7 @@ class Planner:
             slo_tpot_s=facts.slo_tpot_s,
             pulled=choice is not None,
         )
+        booking.charge(plan.chosen.price.stall_s)
         decode = Stay(worker, holder, booking)
         self._turn += 1
         self._turns[holder] = self._turn
@@ -160,7 +160,7 @@ class Planner:
         stay = flight.prefill = Stay(worker, holder, Booking(load, choice.comp_s, flight.facts.prompt_tokens, now_s))
         flight.pair = worker.name, flight.decode.worker.name
         self.pairs.start(flight.pair)
-        load.stall(choice.stall_s)
+        stay.booking.charge(choice.stall_s)
         cached = choice.candidate.prefill_cached_tokens
         self.holdings.assume(stay, flight.facts, flight.prompt, cached, now_s)
 
@@ -206,7 +206,7 @@ class Planner:
             here, why = choices[0].candidate, flight.plan.pd_reason
         else:
             flight.decode.booking.compute_here(price.comp_s)
-            place[2].stall(price.stall_s)
+            flight.decode.booking.charge(price.stall_s)
         known = {(here.decode, here.prefill), (here.decode, failed)}
         others = [each for each in flight.plan.considered if (each.decode, each.prefill) not in known]
         considered = (here, *others)[:CONSIDERED]
@@ -339,6 +339,7 @@ class Planner:
             load = flight.decode.booking.load
             self._learner.tokens(flight.facts, flight.trace, flight.decode.worker, load, outcome, now_s)
         elif kind is OutcomeKind.CACHED_TOKENS:
+            self._learner.cached_tokens(flight.plan, flight.trace, outcome.n_tokens)
             if flight.prompt is not None and not flight.plan.remote:
                 self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens)
         elif kind is OutcomeKind.PREFILL_DONE:
@@ -352,7 +353,7 @@ class Planner:
         elif kind in (OutcomeKind.END, OutcomeKind.ERROR, OutcomeKind.CANCELLED):
             del self._flights[request_id]
             if kind is OutcomeKind.END:
-                self._learner.ended(flight.facts, flight.trace)
+                self._learner.ended(flight.facts, flight.trace, flight.decode.worker, outcome.n_tokens)
             self._leave_prefill(flight, now_s, prefilled=False)
             self._end_pair(flight)
             decode = flight.decode

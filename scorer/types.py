@@ -210,8 +210,9 @@ class OutcomeKind(Enum):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One observation. `worker_failed` tells a worker's fault from a client's; `n_tokens` goes with TOKEN and
-    CACHED_TOKENS. `held_up`: a client that did not take its answer has had a part in when its TOKENs came.
+    """One observation. `worker_failed` tells a worker's fault from a client's; `n_tokens` goes with TOKEN,
+    CACHED_TOKENS, and END (the whole answer; 0: not known). `held_up`: a client that did not take its answer has had a
+    part in when its TOKENs came.
     """
 
     kind: OutcomeKind

@@ -30,7 +30,6 @@ from scorer.types import Outcome, OutcomeKind
 __all__ = ["Run", "World"]
 
 _FIRST_TOKEN = Outcome(kind=OutcomeKind.FIRST_TOKEN)
-_END = Outcome(kind=OutcomeKind.END)
 _FAILED = Outcome(kind=OutcomeKind.ERROR, worker_failed=True, reason="reset")
 
 
@@ -248,7 +247,7 @@ class World:
         self.view.settle(engine.name, request_id)
         cached = Outcome(kind=OutcomeKind.CACHED_TOKENS, n_tokens=record.cached_tokens)
         self.router.observe(request_id, cached, now_s)
-        self.router.observe(request_id, _END, now_s)
+        self.router.observe(request_id, Outcome(kind=OutcomeKind.END, n_tokens=record.output_tokens), now_s)
         self._end(flight, ok=True)
 
     def preempted(self, engine: SimEngine, request_id: str) -> None:

@@ -11,7 +11,6 @@ from scorer.planner import Planner
 from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts
 
 _FIRST_TOKEN = Outcome(kind=OutcomeKind.FIRST_TOKEN)
-_END = Outcome(kind=OutcomeKind.END)
 _CANCELLED = Outcome(kind=OutcomeKind.CANCELLED)
 
 REPORT_TOKENS = 16
@@ -35,7 +34,7 @@ class Flight:
         self.ended = False
         self.streamed_tokens = 0
         """About as many went by."""
-        self._tokens = 0
+        self._tokens = -1  # The first one ends no gap.
         self._gap_s = 0.0
         self._last_s = math.inf
         self._alive_again_s = 0.0
@@ -99,9 +98,10 @@ class Flight:
         outcome = Outcome(kind=OutcomeKind.CACHED_TOKENS, n_tokens=n_tokens)
         self._planner.observe(self.facts.request_id, outcome, time.monotonic())
 
-    def end(self) -> None:
-        """A whole good answer."""
-        self._close(_END, End.OK)
+    def end(self, output_tokens: int | None = None) -> None:
+        """A whole good answer of so many tokens; None: the engine does not say."""
+        n_tokens = self.streamed_tokens if output_tokens is None else output_tokens
+        self._close(Outcome(kind=OutcomeKind.END, n_tokens=n_tokens), End.OK)
 
     def failed(self, end: End, reason: str) -> None:
         """The worker's fault."""

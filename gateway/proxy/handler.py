@@ -222,7 +222,7 @@ class Exchange:
         response = await self._send(answer, headers, flight, tail)
         if good:
             self._note_usage(flight, tail)
-            flight.end()
+            flight.end(None if self._usage is None else self._usage.output_tokens)
         else:
             flight.refused(answer.status)
         self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")

@@ -46,8 +46,7 @@ def test_short_answers_make_a_stall_dear() -> None:
             plan = rig.route(prompt(20), streaming=True)
             rig.now_s += 1
             rig.observe(plan, OutcomeKind.FIRST_TOKEN)
-            rig.observe(plan, OutcomeKind.TOKEN, n_tokens=rng.choice(lengths))
-            rig.observe(plan, OutcomeKind.END)
+            rig.observe(plan, OutcomeKind.END, n_tokens=rng.choice(lengths))
         running = [rig.route(prompt(20, seed=i), streaming=True, slo_tpot_s=0.02) for i in range(8)]
         for plan in running:
             rig.observe(plan, OutcomeKind.FIRST_TOKEN)

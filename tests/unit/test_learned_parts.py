@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scorer.calibrate import MIN_SAMPLES
+from scorer.calibrate import MIN_SAMPLES, Part
 from scorer.fleet import Worker
 from scorer.types import OutcomeKind, PdReason, Plan
 from tests.support.fleets import D, P, Rig, W, fleet, prompt
@@ -121,3 +121,34 @@ def test_steps_only_where_nothing_was_computed_between_two_reports() -> None:
             rig.now_s += 16 * step_s
         rig.observe(stream, OutcomeKind.TOKEN, n_tokens=16)
     assert worker(rig).step_factor == pytest.approx(2, rel=0.02)
+
+
+def test_nothing_is_learned_from_a_prompt_that_was_cached_further_than_thought() -> None:
+    """A gateway that was restarted before warm engines, or whose engine has no events."""
+    rig = fleet(W("a", kv_blocks=100_000))
+    for i in range(N):
+        plan = rig.route(prompt(8000, seed=i), streaming=True)
+        rig.now_s += 0.05
+        rig.observe(plan, OutcomeKind.FIRST_TOKEN)
+        rig.observe(plan, OutcomeKind.CACHED_TOKENS, n_tokens=7984)
+        rig.observe(plan, OutcomeKind.END)
+        rig.now_s += 5
+    assert worker(rig).work_factor == 1.0
+    assert (Part.WORK, "a") not in rig.planner.calibration.factors()
+
+
+@pytest.mark.parametrize("kind", [OutcomeKind.CANCELLED, OutcomeKind.ERROR])
+def test_streams_are_not_charged_for_prompts_that_were_never_computed(kind: OutcomeKind) -> None:
+    rig = fleet(W("a"))
+    stream = rig.route(prompt(100), streaming=True)
+    rig.observe(stream, OutcomeKind.FIRST_TOKEN)
+    (booking,) = worker(rig).loads[0].streaming
+    plan = rig.route(prompt(4000, seed=1), streaming=True)
+    assert booking.stalled_s == pytest.approx(plan.chosen.price.stall_s)
+    late = rig.route(prompt(200, seed=2), streaming=True)  # It was not charged and is not paid back.
+    rig.observe(late, OutcomeKind.FIRST_TOKEN)
+    rig.observe(plan, kind)
+    stalls = [it.stalled_s for it in worker(rig).loads[0].streaming]
+    assert stalls == [pytest.approx(late.chosen.price.stall_s), 0.0]
+    rig.observe(late, OutcomeKind.END)
+    assert booking.stalled_s == pytest.approx(late.chosen.price.stall_s)

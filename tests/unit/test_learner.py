@@ -40,8 +40,8 @@ def test_the_time_of_a_failed_prefill_is_nobody_elses(local: bool) -> None:
             rig.now_s += plan.chosen.price.front_s / 2 + plan.chosen.price.comp_s
             rig.observe(plan, OutcomeKind.PREFILL_DONE)
         rig.observe(plan, OutcomeKind.FIRST_TOKEN)
-        assert log_factor(rig, Part.WORK, other) == pytest.approx(0.0, abs=0.05)
         rig.observe(plan, OutcomeKind.END)
+        assert log_factor(rig, Part.WORK, other) == pytest.approx(0.0, abs=0.05)
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -55,7 +55,7 @@ def test_a_step_brings_a_token_to_each_sequence(n: int) -> None:
             load = rig.planner.fleet.workers["a"].loads[0]
             rig.now_s += 64 * rig.planner.cost.step_s(load.streams, load.kv_tokens + 64 * n)
             rig.observe(plan, OutcomeKind.TOKEN, n_tokens=64 * n)
-        rig.observe(plan, OutcomeKind.END)
+        rig.observe(plan, OutcomeKind.END, n_tokens=4 * 64 * n)
     assert rig.planner.fleet.workers["a"].step_factor == pytest.approx(1.0, abs=0.05)
     assert rig.planner.calibration.value(Part.OUTPUT, "m") == pytest.approx(1.0, abs=0.05)
 
@@ -66,6 +66,7 @@ def test_a_client_that_does_not_read_says_nothing_of_the_worker() -> None:
     flight = Flight(rig.planner, Health(HealthSettings()), rig.facts(100, request_id=plan.request_id), plan)
     flight.sent()
     flight.first_byte()
+    flight.streamed(1)
     flight.streamed(REPORT_TOKENS)
     assert samples(rig, Part.STEP, "a") == 1
     flight.pause()
