@@ -78,8 +78,8 @@ def read_azure(path: Path, limit: int | None = None) -> list[Row]:
             if limit is not None and len(rows) >= limit:
                 break
             try:
-                # Seven digits of a second's fraction are one too many for Python.
-                at = datetime.fromisoformat(it["TIMESTAMP"][:26])
+                # Some of the traces name their zone (UTC), some do not.
+                at = datetime.fromisoformat(it["TIMESTAMP"]).replace(tzinfo=None)
                 start = start or at
                 lengths = max(1, int(it["ContextTokens"])), max(1, int(it["GeneratedTokens"]))
             except (KeyError, TypeError, ValueError) as exc:
