@@ -103,4 +103,8 @@ def main(args: Sequence[str]) -> int:
     if args[0] == "run":
         return run(args[1:])
     command: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[args[0]][0]).main
-    return command(args[1:])
+    try:
+        return command(args[1:])
+    except OSError as exc:
+        print(f"bench trace {args[0]}: error: {exc.filename or 'system'}: {exc.strerror or exc}", file=sys.stderr)
+        return 2

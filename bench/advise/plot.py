@@ -11,7 +11,7 @@ from bench.plots import NoPlots, blank
 
 def plot(advice: Advice, path: Path, title: str) -> None:
     """Objectives kept, TTFT and gaps between tokens of each fleet. The ending of `path` decides the format. Raises
-    InputError for one that is not known, or without matplotlib.
+    InputError for one that is not known, for a file that cannot be written, or without matplotlib.
     """
     try:
         drawn = blank(10, 7.5)
@@ -41,5 +41,7 @@ def plot(advice: Advice, path: Path, title: str) -> None:
     drawn.suptitle(title)
     try:
         drawn.savefig(path)
+    except OSError as exc:
+        raise InputError(f"--plot {path}: {exc.strerror or exc}") from None
     except ValueError as exc:
         raise InputError(f"--plot {path}: {exc}") from None

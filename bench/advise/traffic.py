@@ -14,6 +14,9 @@ from bench.sim.load import Workload
 from bench.sim.report import percentile
 from bench.sim.workloads.traces import Replay, Row, hit_bound, read_azure, read_mooncake
 
+_COLDER = 0.05
+"""Of the prompt tokens: a part that shares so much less than the whole is told of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -103,7 +106,14 @@ class Traffic:
             f"simulated: {n:,} of {len(self.rows):,} requests in a row, from {rows[0].at_s:,.0f} s on, chosen because "
             "their tokens per second are nearest to the whole (--requests for more)"
         )
-        return replace(self, rows=_from_zero(rows), notes=(*self.notes, note))
+        part = replace(self, rows=_from_zero(rows), notes=(*self.notes, note))
+        if part.reuse >= self.reuse - _COLDER:
+            return part
+        colder = (
+            f"among themselves they share {part.reuse:.0%} of their prompt tokens, in the whole trace {self.reuse:.0%} "
+            "were seen before: servers with warm caches would compute less than is simulated here (--requests for more)"
+        )
+        return replace(part, notes=(*part.notes, colder))
 
 
 def _pace(rows: Sequence[Row]) -> float:

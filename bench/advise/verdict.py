@@ -12,6 +12,10 @@ MARGIN = 0.02
 """Of the requests: less than that between two fleets says nothing."""
 SMOOTHER = 2.0
 """So many times shorter gaps are worth a sentence."""
+FLAG = 0.9
+"""Smaller chunks are named only where they shorten gaps to so much of what they were: a flag that changes nothing is
+no advice.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,11 @@ def _best(outcomes: Sequence[Outcome]) -> Outcome:
     """The most kept objectives; where that is equal within a percent, the smoothest answers, then the fastest."""
     most = max(it.met for it in outcomes)
     near = [it for it in outcomes if it.met >= most - MARGIN / 2]
-    return min(near, key=lambda it: (it.itl_p99_ms + it.tpot_p95_ms, it.ttft_p95_ms))
+
+    def rough(it: Outcome) -> float:
+        return (it.itl_p99_ms + it.tpot_p95_ms) / (FLAG if it.fleet.chunk_tokens else 1.0)
+
+    return min(near, key=lambda it: (rough(it), it.ttft_p95_ms))
 
 
 def _remarks(pays: bool, whole: Outcome, split: Outcome) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from bench.sim.transfers import RDMA_40GB
 from bench.sim.workloads.generated import CHAT, CODE, Mixed, Sessions
 from bench.sim.workloads.shared import LADDER, Batch, Hotspot, Ladder
 from bench.sim.workloads.traces import Replay, Row, like_azure, like_mooncake, read_azure, read_mooncake
+from scorer.types import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +186,30 @@ WORKLOADS: dict[str, Callable[[Options], Cell]] = {
     "restart": restart,
     "loss": loss,
 }
+_FROM_TRACES = (mooncake, mooncake_full, azure, recorded)
 
 
 def cell(name: str, options: Options) -> Cell:
-    """The workload called `name`; ValueError names the known ones, or what is wrong with the options."""
+    """The workload called `name`; ValueError names the known ones, or what is wrong with the options: what would be
+    ignored is refused.
+    """
     try:
         build = WORKLOADS[name]
     except KeyError:
         raise ValueError(f"no workload {name!r}; there is: {', '.join(WORKLOADS)}") from None
-    return build(options)
+    for key in ("rate", "duration_s", "requests", "speed", "both", "prefill", "decode"):
+        value = getattr(options, key)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{key.replace('_', '-')} {value:g} is not above 0")
+    if options.trace is not None and build not in _FROM_TRACES:
+        raise ValueError(f"the workload {name} is generated and takes no --trace")
+    built = build(options)
+    roles = Counter(server.role for server in built.spec.servers)
+    for role, n in ((Role.BOTH, options.both), (Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
+        if n is not None and roles[role] != n:
+            raise ValueError(
+                f"--{role.value} {n}: the workload {name} would run on {roles[role]} such servers all the same"
+            )
+    if not (roles[Role.BOTH] or roles[Role.DECODE]):
+        raise ValueError("no server decodes; give --decode too")
+    return built

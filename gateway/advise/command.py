@@ -66,6 +66,8 @@ def _question(options: argparse.Namespace) -> Any:
         raise UserError(f"--kv-dtype {options.kv_dtype}: not known; there is: {', '.join(KV_DTYPES)}")
     if options.trace is not None and options.metrics_interval_s is not None:
         raise UserError("--metrics-interval-s goes with --from-metrics, not with --trace")
+    if options.plot is not None and not options.plot.parent.is_dir():
+        raise UserError(f"--plot {options.plot}: {options.plot.parent} is no directory")
     model, kind = read_model(options.model_config), gpu(options.gpu)
     notes: list[str] = []
     kv_tokens, kv_source = options.kv_tokens, "as given"

@@ -20,11 +20,18 @@ _ALIASES: Aliases = {
     ("tokens", "tokenizer"): ("--tokenizer",),
 }
 """Shorter names, and those of neighbouring routers, beside the flag that is made from the key."""
-GATEWAY_ALIASES: Aliases = {("gateway", "host"): ("--host",), ("gateway", "port"): ("--port",)}
+GATEWAY_ALIASES: Aliases = {
+    ("gateway", "host"): ("--host",),
+    ("gateway", "port"): ("--port",),
+    ("gateway", "admin_host"): ("--admin-host",),
+    ("gateway", "admin_port"): ("--admin-port",),
+}
 SIDECAR_ALIASES: Aliases = {
     ("sidecar", "engine"): ("--engine",),
     ("sidecar", "host"): ("--host",),
     ("sidecar", "port"): ("--port",),
+    ("sidecar", "admin_host"): ("--admin-host",),
+    ("sidecar", "admin_port"): ("--admin-port",),
     ("sidecar", "data_parallel_size"): ("--data-parallel-size",),
 }
 _ROLES = {"--prefill": "prefill", "--decode": "decode"}

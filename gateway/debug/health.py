@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from gateway.core import Core
+from gateway.engine.capabilities import EventSource
 from gateway.engine.health import State
 from gateway.engine.scraper import WorkerScrape
 from gateway.publishing import EVENTS_UP, is_speaking
@@ -158,20 +159,28 @@ def _of_pairs(core: Core) -> Iterator[Degradation]:
         yield Degradation(what="transfers_failing", worker=name, detail=detail)
 
 
+def no_events(sources: Mapping[int, EventSource] | None) -> str:
+    """Why nobody reads a worker's events."""
+    if sources is None:
+        return "the engine does not say where it publishes any"
+    if unreachable := sorted({source.unreachable for source in sources.values() if source.unreachable}):
+        return f"its address cannot be reached from here ({', '.join(unreachable)})"
+    connects = sorted({it.endpoint for it in sources.values() if it.engine_connects and it.endpoint is not None})
+    if connects:
+        return (
+            f"the engine does not listen but connects to {', '.join(connects)}: give it an endpoint like tcp://*:5557, "
+            "or let the gateway listen there (events.mode: bind, events.bind_endpoint)"
+        )
+    return "the engine publishes none"
+
+
 def _of_events(core: Core) -> Iterator[Degradation]:
     feeds = core.ingest.status()
     for name, worker in sorted(core.fleet.workers.items()):
         mine = [feed for (feed_worker, _), feed in sorted(feeds.items()) if feed_worker == name]
         if not mine:
             sources = core.capabilities[name].event_sources if name in core.capabilities else None
-            reasons = {source.unreachable for source in (sources or {}).values() if source.unreachable}
-            why = (
-                f"its address cannot be reached from here ({', '.join(sorted(reasons))})"
-                if reasons
-                else (
-                    "the engine does not say where it publishes any" if sources is None else "the engine publishes none"
-                )
-            )
+            why = no_events(sources)
             yield Degradation(what="events_missing", worker=name, detail=f"{why}; its cache is guessed from our sends")
             continue
         for feed in mine:

@@ -214,6 +214,22 @@ def test_a_plot_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "no plot: --plot" in capsys.readouterr().err
 
 
+def test_a_plot_that_cannot_be_written_costs_no_answer(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    trace, taken = DATA / "azure_conv.csv", tmp_path / "taken.png"
+    taken.mkdir()
+    assert advise(config, trace, "--servers", "1", "--requests", "20", "--plot", str(taken), "--json") == 1
+    shown = capsys.readouterr()
+    assert "no plot: --plot" in shown.err
+    assert answer(shown.out)["pays"] is False
+    assert advise(config, trace, "--servers", "1", "--plot", str(tmp_path / "nowhere" / "x.png")) == 2
+    shown = capsys.readouterr()
+    assert "nowhere is no directory" in shown.err
+    assert shown.out == ""
+
+
 def test_without_matplotlib_the_rest_works(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,11 +259,13 @@ def test_every_argument_is_in_the_document(capsys: pytest.CaptureFixture[str]) -
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def outcome(prefill: int, met: float, itl_p99_ms: float = 10.0, requests: int = 1000, servers: int = 4) -> Outcome:
+def outcome(
+    prefill: int, met: float, itl_p99_ms: float = 10.0, requests: int = 1000, servers: int = 4, chunk_tokens: int = 0
+) -> Outcome:
     return Outcome(
-        fleet=Fleet(servers, prefill), requests=requests, met=met, goodput_per_s=1, ttft_p50_ms=100, ttft_p95_ms=200,
-        itl_p50_ms=5, itl_p95_ms=8, itl_p99_ms=itl_p99_ms, tpot_p95_ms=9, remote=0.5, hits=0, pulled_gbps=1,
-        preemptions=0, overloaded=False,
+        fleet=Fleet(servers, prefill, chunk_tokens), requests=requests, met=met, goodput_per_s=1, ttft_p50_ms=100,
+        ttft_p95_ms=200, itl_p50_ms=5, itl_p95_ms=8, itl_p99_ms=itl_p99_ms, tpot_p95_ms=9, remote=0.5, hits=0,
+        pulled_gbps=1, preemptions=0, overloaded=False,
     )  # fmt: skip
 
 
@@ -268,6 +286,12 @@ def test_few_requests_need_a_larger_difference() -> None:
 
 def test_of_equal_splits_the_smoothest_is_taken() -> None:
     assert judge([outcome(0, 0.5), outcome(1, 0.991, 50.0), outcome(2, 0.99, 9.0)]).choice.fleet.prefill == 2
+
+
+def test_smaller_chunks_are_named_only_where_they_smooth_something() -> None:
+    plain = outcome(0, 1.0, 10.0)
+    assert judge([plain, outcome(0, 1.0, 9.99, chunk_tokens=2048), outcome(1, 1.0)]).choice == plain
+    assert judge([plain, outcome(0, 1.0, 5.0, chunk_tokens=2048), outcome(1, 1.0)]).choice.fleet.chunk_tokens == 2048
 
 
 def test_neither_is_enough() -> None:
@@ -316,6 +340,21 @@ def test_a_part_is_requests_in_a_row(them: list[Row], n: int) -> None:
     cut = [row[1:3] for row in part.rows]
     assert any(lengths[i : i + len(cut)] == cut for i in range(len(lengths)))
     assert len(part.notes) == (n < len(them))
+
+
+def test_a_part_that_shares_less_than_the_whole_says_so() -> None:
+    chats = tuple(Row(float(i), 512, 10, [i % 10]) for i in range(100))
+    notes = Traffic("t", chats).part(11).notes
+    assert len(notes) == 2
+    assert "they share 9% of their prompt tokens, in the whole trace 90% were seen before" in notes[1]
+    assert len(Traffic("t", chats).part(90).notes) == 1
+
+
+def test_azure_times_with_a_zone_and_without_a_fraction(tmp_path: Path) -> None:
+    file = tmp_path / "week.csv"
+    times = ("2024-05-12 00:00:00.001163+00:00", "2024-05-12 00:00:01+00:00", "2024-05-12 00:00:02.5010001")
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{at},100,10\n" for at in times))
+    assert [round(row.at_s, 6) for row in read_trace(file).rows] == [0, 0.998837, 2.499837]
 
 
 def test_a_quick_answer_is_made_of_fewer_requests_the_longer_they_are() -> None:

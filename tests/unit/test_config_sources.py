@@ -361,7 +361,11 @@ def test_prefill_and_decode_add_workers_with_a_role_in_the_order_given() -> None
 
 
 def test_short_flags_mean_the_face_they_are_given_to() -> None:
-    config = flags_of("--host", "h", "--port", "1", "--pd-policy", "local", "--on-prefill-failure", "fail")
+    config = flags_of(
+        "--host", "h", "--port", "1", "--admin-port", "2", "--pd-policy", "local", "--on-prefill-failure", "fail"
+    )
+    assert (config.gateway.admin_port, config.sidecar.admin_port) == (2, 8090)
+    assert flags_of("--admin-host", "h", "--admin-port", "2", aliases=SIDECAR_ALIASES).sidecar.admin_port == 2
     assert (config.gateway.host, config.gateway.port) == ("h", 1)
     assert (config.pd.policy, config.pd.on_prefill_failure) == ("local", "fail")
     config = flags_of(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.debug.health import no_events
 from gateway.engine.capabilities import (
     Adapter,
     Capabilities,
@@ -142,3 +143,14 @@ def test_endless_lists_are_cut() -> None:
     found = parse_event_sources(b"{" + ranks + b"}", "http://h:1")
     assert len(found) <= 256
     assert min(found) >= 0
+
+
+def test_why_nobody_reads_events_is_told_apart() -> None:
+    def why(endpoint: str, enabled: bool = True) -> str:
+        source = {"enable_kv_cache_events": enabled, "publisher": "zmq", "endpoint": endpoint}
+        return no_events(parse_event_sources(json.dumps({"0": source}).encode(), "http://gpu7:8000"))
+
+    assert no_events(None) == "the engine does not say where it publishes any"
+    assert why("tcp://*:5557", enabled=False) == "the engine publishes none"
+    assert why("ipc:///tmp/kv") == "its address cannot be reached from here (ipc:///tmp/kv)"
+    assert "does not listen but connects to tcp://127.0.0.1:5557" in why("tcp://127.0.0.1:5557")

@@ -225,6 +225,14 @@ def test_the_command_prints_figures_and_ends_with_json() -> None:
         ["--workload", "mooncake", "--trace", "/nonexistent"],
         ["--workload", "recorded"],
         ["--workload", "mixed", "--arm", "nope"],
+        ["--workload", "mixed", "--rate", "-1"],
+        ["--workload", "mixed", "--duration-s", "0"],
+        ["--workload", "mooncake", "--requests", "0"],
+        ["--workload", "mooncake", "--speed", "nan"],
+        ["--workload", "chat", "--both", "4"],
+        ["--workload", "hotspot", "--prefill", "1"],
+        ["--workload", "azure", "--prefill", "2", "--requests", "10"],
+        ["--workload", "chat", "--trace", "/nonexistent"],
     ],
 )
 def test_a_wrong_word_is_an_error_and_no_traceback(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,3 +240,10 @@ def test_a_wrong_word_is_an_error_and_no_traceback(args: list[str], capsys: pyte
 
     assert main(["run", *args]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_an_error_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    from bench.trace import main
+
+    assert main(["targets", "--only", "1", "--mooncake", "/nonexistent"]) == 2
+    assert capsys.readouterr().err.endswith("error: /nonexistent: No such file or directory\n")

@@ -89,8 +89,8 @@ def read_azure(path: Path, limit: int | None = None) -> list[Row]:
             try:
                 if (it := next(lines, None)) is None:
                     break
-                # Seven digits of a second's fraction are one too many for Python.
-                at = datetime.fromisoformat(it["TIMESTAMP"][:26])
+                # Some of the traces name their zone (UTC), some do not; seven digits of a second are cut to six.
+                at = datetime.fromisoformat(it["TIMESTAMP"]).replace(tzinfo=None)
                 start = start or at
                 at_s = (at - start).total_seconds()
                 lengths = max(1, int(it["ContextTokens"])), max(1, int(it["GeneratedTokens"]))
