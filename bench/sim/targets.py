@@ -217,7 +217,8 @@ def main(args: Sequence[str] | None = None) -> int:
         with stopped_alike():
             return _judge(options, chosen)
     except (OSError, ValueError) as exc:
-        print(f"bench trace targets: error: {exc}", file=sys.stderr)
+        told = f"{exc.filename or 'system'}: {exc.strerror or exc}" if isinstance(exc, OSError) else str(exc)
+        print(f"bench trace targets: error: {told}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         how = f"; what is finished is in {options.cache}, the same command goes on from there" if options.cache else ""

@@ -79,7 +79,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, why: str)
 def test_a_csv_line_that_is_no_request_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     head, good = "TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:15:46.6805900,374,44\n"
-    for line in ("2023-11-16 18:15:46.6805900,many,44", "2023-11-16 18:15:47+00:00,374,44", f'"{"x" * 200_000}",3,4'):
+    for line in ("2023-11-16 18:15:46.6805900,many,44", f'"{"x" * 200_000}",3,4'):
         path.write_text(head + good + line + "\n")
         with pytest.raises(ValueError, match=r"line [23]: not a request"):
             read_azure(path)
