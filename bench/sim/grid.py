@@ -151,7 +151,8 @@ def sessions(name: str, chat: Chat, rate: float) -> Cell:
         lambda seed: Sessions(seed, chat, rate=rate, duration_s=240.0),
         SPLIT,
         SPLIT_ALL,
-        2,
+        6,
+        6,
     )
 
 

@@ -27,7 +27,7 @@ WHY: Final[dict[str, str]] = {
     ),
     "4 append prefill, TTFT": (
         "no arm comes near: front end (8 ms), the shortest prefill step (12 ms) and the step under way leave 28 ms, of"
-        " always-remote's 64 (local, which never moves any, 0.48; ppd 0.47); ours sends a third of the turns away for"
+        " always-remote's 64 (local, which never moves any, 0.48; ppd 0.47); ours sends many of the turns away for"
         " the sake of TPOT, and those take as long as always-remote's"
     ),
 }
