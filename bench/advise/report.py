@@ -134,8 +134,10 @@ def network(advice: Advice) -> list[str]:
     example_bytes = EXAMPLE_TOKENS * per_token
     lines = ", ".join(f"{_seconds(line_s(example_bytes, gbps))} at {gbps} Gb/s" for gbps in LINES_GBPS)
     kind = "8-bit" if plan.value_bytes == 1 else "16-bit"
+    copies = plan.model.copies(plan.tensor_parallel)
+    held = f", held {copies:g} times by the {plan.tensor_parallel} ranks" if copies > 1 else ""
     found = [
-        f"{per_token / 1024:,.4g} KiB of KV per token ({kind}, {plan.kv_layers} layers); a prompt of "
+        f"{per_token / 1024:,.4g} KiB of KV per token ({kind}, {plan.kv_layers} layers{held}); a prompt of "
         f"{EXAMPLE_TOKENS:,} tokens is {example_bytes / 1e9:.2f} GB: {lines} (full line rate)"
     ]
     need = needed_gbps(advice)

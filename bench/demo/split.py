@@ -84,13 +84,18 @@ class Run:
     def requests(self) -> int:
         return len(self.answers) + self.failed
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether this machine had no time for it, so that the figures say little."""
+        return len(self.late_s) > 1 and statistics.quantiles(self.late_s, n=20)[18] > _BUSY_S
+
     def missed(self) -> tuple[int, int]:
         """Requests whose first token was late, and those whose answer was slow though it began in time."""
         late = sum(answer.ttft_s > load.slo_ttft_s for load, answer in self.answers)
         broken = sum(a.ttft_s > load.slo_ttft_s or a.tpot_s > load.slo_tpot_s for load, a in self.answers)
         return late, broken - late
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, Any]:
         """`slo_share`: of all requests, those whose first token and pace both met their objectives."""
         ttfts_s = [answer.ttft_s for _, answer in self.answers]
         gaps_s = [gap_s for _, answer in self.answers for gap_s in answer.gaps_s]
@@ -101,6 +106,7 @@ class Run:
             "itl_p99_ms": _percentile_ms(gaps_s, 99),
             "requests": len(self.answers),
             "failed": self.failed,
+            "disturbed": self.disturbed,
         }
 
 
@@ -182,6 +188,9 @@ def verdict(runs: dict[str, Run]) -> str:
     shares = {name: run.figures()["slo_share"] for name, run in runs.items()}
     best = max(shares.values())
     winners = [name for name in runs if shares[name] > best - AS_GOOD]
+    if any(run.disturbed for run in runs.values()):
+        busy = " and ".join(name for name, run in runs.items() if run.disturbed)
+        return f"This machine was busy under {busy}: these figures say little. Run it again."
     lines = [
         f"Best here: {winners[0]}, {best:.1%} of the requests within their objectives."
         if len(winners) == 1
@@ -190,8 +199,6 @@ def verdict(runs: dict[str, Run]) -> str:
     for name, run in runs.items():
         if name not in winners:
             lines.append(f"  {name}: {_losses(run)}.")
-        if len(run.late_s) > 1 and statistics.quantiles(run.late_s, n=20)[18] > _BUSY_S:
-            lines.append(f"  This machine was busy under {name}: these figures say little. Run it again.")
     return "\n".join(lines)
 
 

@@ -154,3 +154,5 @@ def test_a_busy_machine_is_named_under_pd() -> None:
     shown = split.verdict({"local": free, "warmroute": busy})
     assert "busy under warmroute" in shown
     assert "busy under local" not in shown
+    assert "Best here" not in shown
+    assert (busy.figures()["disturbed"], free.figures()["disturbed"]) == (True, False)

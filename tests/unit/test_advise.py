@@ -361,3 +361,11 @@ def test_a_quick_answer_is_made_of_fewer_requests_the_longer_they_are() -> None:
     short = Traffic("t", (Row(0, 100, 10, None), Row(1, 100, 10, None)))
     long = Traffic("t", (Row(0, 100_000, 1000, None), Row(1, 100_000, 1000, None)))
     assert affordable(short, 10, 64) > 2 * affordable(short, 30, 64) > affordable(long, 10, 64) >= 400
+
+
+def test_heads_that_ranks_repeat_are_told_with_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SMALL | {"num_key_value_heads": 2}))
+    trace = mixed(tmp_path / "trace.jsonl", 20, 4, 0.4, out=8)
+    assert advise(file, trace, "--servers", "2", "--tensor-parallel", "4", "--network-gbps", "400") == 0
+    assert re.search(r"KV per token \(16-bit, 36 layers, held 2 times by the 4 ranks\)", capsys.readouterr().out)
