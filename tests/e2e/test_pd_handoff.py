@@ -174,18 +174,34 @@ def test_what_the_engine_refuses_is_its_answer(api: str, gateway: Gateway, fleet
     fleet.wait_until_nothing_is_held()
 
 
-def test_default_policy_sends_only_long_prompts_away(fleet: PdFleet, engine_logs: pathlib.Path) -> None:
-    """D2: a short cold prompt is cheaper computed where it is decoded."""
+@pytest.mark.parametrize(
+    ("policy", "reason", "choices"),
+    [
+        ((), "cost", {60: ["local"], 500: ["local", "remote"]}),
+        (("--pd-policy", "threshold:1024"), "threshold", {60: ["local"], 500: ["remote"]}),
+    ],
+    ids=["default", "threshold"],
+)
+def test_short_cold_prompts_stay(
+    policy: tuple[str, ...],
+    reason: str,
+    choices: dict[int, list[str]],
+    fleet: PdFleet,
+    engine_logs: pathlib.Path,
+) -> None:
+    """D2: a short cold prompt is cheaper computed where it is decoded: by cost, and by a rule."""
     prefill, decode = ([server.url for server in role] for role in (fleet.prefill, fleet.decode))
-    model_root = fleet.plain.get("/v1/models").body["data"][0]["root"]
-    gateway = Gateway([], engine_logs, "--tokens-tokenizer", model_root, *LEASE_FLAGS, prefill=prefill, decode=decode)
+    root = fleet.plain.get("/v1/models").body["data"][0]["root"]
+    gateway = Gateway(
+        [], engine_logs, "--tokens-tokenizer", root, *policy, *LEASE_FLAGS, prefill=prefill, decode=decode
+    )
     gateway.start()
     try:
-        for n_words, choice in ((60, "local"), (500, "remote")):
+        for n_words, expected in choices.items():
             body = request_body("chat", SEEDS.randrange(10**9), n_words=n_words)
             answer = ask(gateway.url, "chat", body)
             assert text_of(answer) == fleet.expected("chat", body)
-            assert answer.choice == (choice, "threshold")
+            assert answer.choice in [(choice, reason) for choice in expected]
     finally:
         gateway.stop()
 

@@ -228,8 +228,6 @@ def test_failing_prefill_server_is_replaced(
     status: int, proxy: TamperingProxy, fleet: PdFleet, engine_logs: pathlib.Path
 ) -> None:
     """D6: the next one computes the prompt; with none left the decode server, or an error if that is wanted."""
-    body = request_body("completions", SEEDS.randrange(10**9))
-    right = fleet.expected("completions", body)
     decode = [fleet.decode[1].url]
     proxy.honest()
     for args, prefill, expected in (
@@ -244,14 +242,19 @@ def test_failing_prefill_server_is_replaced(
         try:
             proxy.status = status
             n_asked = len(proxy.bodies)
-            answers = [ask(gateway.url, "completions", body) for _ in range(4)]
+            for _ in range(40):  # Of two that are as good, either may be the first.
+                body = request_body("completions", SEEDS.randrange(10**9))
+                answer = ask(gateway.url, "completions", body)
+                if expected is not None:
+                    assert text_of(answer) == fleet.expected("completions", body)
+                if len(proxy.bodies) > n_asked:
+                    break
             assert len(proxy.bodies) > n_asked
             if expected is None:
-                assert answers[0].status == 502
-                assert answers[0].error["code"] == "prefill_failed"
+                assert answer.status == 502
+                assert answer.error["code"] == "prefill_failed"
             else:
-                assert [text_of(answer) for answer in answers] == [right] * 4
-                assert expected in [answer.choice for answer in answers]
+                assert answer.choice == expected
         finally:
             proxy.honest()
             gateway.stop()
