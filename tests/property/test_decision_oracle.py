@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from indexer import Prompt
 from scorer.policies import TIE_S
 from scorer.types import OutcomeKind, Price, RequestFacts, Role
+from tests.support import FEW
 from tests.support.fleets import BLOCK, D, P, Rig, fleet, prompt
 
 
@@ -64,6 +65,7 @@ def _sum_of_parts(price: Price) -> float:
     return price.ttft_s + price.harm_s + price.decode_s + price.queue_s + price.displaced_s + price.viol_s
 
 
+@FEW
 @given(st.randoms(use_true_random=False))
 def test_no_decode_worker_is_cheaper_than_the_chosen_one(rng: random.Random) -> None:
     rig = _rig(rng, "local")
@@ -77,6 +79,7 @@ def test_no_decode_worker_is_cheaper_than_the_chosen_one(rng: random.Random) -> 
         assert candidate.price == every[candidate.decode[0]]
 
 
+@FEW
 @given(st.randoms(use_true_random=False))
 def test_the_parts_of_a_price_are_its_total_and_breaking_objectives_never_makes_it_cheaper(rng: random.Random) -> None:
     rig = _rig(rng, "cost")

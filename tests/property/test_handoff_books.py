@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scorer.planner import NoWorker
 from scorer.types import ChangeKind, OutcomeKind, PdReason, Plan, WorkerChange
+from tests.support import FEW
 from tests.support.fleets import D, P, Rig, W, add, fleet, prompt
 
 ENDS = [OutcomeKind.END, OutcomeKind.ERROR, OutcomeKind.CANCELLED]
@@ -49,6 +50,7 @@ def _step(rig: Rig, rng: random.Random, plans: list[Plan]) -> None:
         rig.planner.pairs.forget(rng.choice(list(WORKERS)))
 
 
+@FEW
 @given(st.randoms(use_true_random=False))
 def test_every_way_out_of_a_handoff_gives_everything_back(rng: random.Random) -> None:
     rig = fleet(*WORKERS.values(), pd_policy=rng.choice(["always-remote", "threshold:64", "cost"]))
@@ -75,6 +77,7 @@ def test_every_way_out_of_a_handoff_gives_everything_back(rng: random.Random) ->
     assert not rig.planner.holdings._unannounced, "nothing assumed waits for ever"
 
 
+@FEW
 @given(st.randoms(use_true_random=False))
 def test_nothing_is_taken_to_be_where_no_request_was_served(rng: random.Random) -> None:
     """Where there are no events, only what was computed stays assumed."""
