@@ -7,6 +7,8 @@ the longest of them if one pull came in between, a transfer after which nothing 
 
 from __future__ import annotations
 
+from typing import Final
+
 from scorer.calibrate import Calibration, Part
 from scorer.cost import CostModel
 from scorer.fleet import Worker
@@ -17,20 +19,28 @@ from scorer.types import Outcome, PdReason, Plan, Price, RequestFacts
 _QUIET_S = 1e-3
 """A predicted wait below this is none."""
 
+_FACTORS: Final = {
+    Part.FRONT: "front_factor",
+    Part.WAIT: "wait_factor",
+    Part.FLOOR: "floor_factor",
+    Part.WORK: "work_factor",
+    Part.STEP: "step_factor",
+    Part.STALL: "stall_factor",
+}
+"""What of a worker is learned, and where it has it."""
+
 
 class Trace:
     """Times of one planned request, as they become known. `computed`, `pulled`: the prompts its decode worker had
     done when it last reported; None while one was being computed.
     """
 
-    __slots__ = ("cached_tokens", "computed", "planned_s", "prefilled_s", "price", "pulled", "reported_s", "took_s")
+    __slots__ = ("computed", "planned_s", "prefilled_s", "pulled", "reported_s", "took_s")
 
     def __init__(self, planned_s: float) -> None:
         self.planned_s = planned_s
         self.prefilled_s: float | None = None
         self.reported_s: float | None = None
-        self.price = Price()
-        self.cached_tokens = 0
         self.took_s: float | None = None
         """To the first token, until it is known whether its prompt was cached as far as was thought."""
         self.computed: int | None = None
@@ -44,13 +54,8 @@ class Learner:
 
     def recall(self, worker: Worker) -> None:
         """Give the worker what is known of it, or of the fleet: after a start, or when it comes back."""
-        value, name = self._calibration.value, worker.name
-        worker.front_factor = value(Part.FRONT, name)
-        worker.wait_factor = self._wait_factor(worker)
-        worker.floor_factor = value(Part.FLOOR, name)
-        worker.work_factor = value(Part.WORK, name)
-        worker.step_factor = value(Part.STEP, name)
-        worker.stall_factor = value(Part.STALL, name)
+        for part in _FACTORS:
+            self._apply(part, worker)
 
     def first_token(self, facts: RequestFacts, plan: Plan, trace: Trace, worker: Worker, now_s: float) -> None:
         chosen, price = plan.chosen, plan.chosen.price
@@ -59,7 +64,7 @@ class Learner:
             return  # Its first byte is its last, too; or it had to wait for blocks.
         if chosen.prefill is None:
             if price.load_s < _QUIET_S:
-                trace.price, trace.cached_tokens, trace.took_s = price, chosen.cached_tokens, now_s - trace.planned_s
+                trace.took_s = now_s - trace.planned_s
         elif trace.prefilled_s is not None:
             name = pair_name(chosen.prefill[0], worker.name)
             front_s = worker.front_factor * self._cost.front_s(facts.prompt_tokens)
@@ -88,12 +93,10 @@ class Learner:
             step_s = self._cost.step_s(load.streams, load.kv_tokens, worker.weight)
             if not pulls:
                 took_s = (now_s - trace.reported_s) / (outcome.n_tokens / facts.n_sequences)
-                self._calibration.add(Part.STEP, worker.name, step_s, took_s)
-                worker.step_factor = self._calibration.value(Part.STEP, worker.name)
+                self._learn(Part.STEP, worker, step_s, took_s)
             elif pulls == 1:
                 over_s = outcome.longest_gap_s - worker.step_factor * step_s
-                self._calibration.add(Part.STALL, worker.name, self._cost.constants.pull_stall_s, over_s)
-                worker.stall_factor = self._calibration.value(Part.STALL, worker.name)
+                self._learn(Part.STALL, worker, self._cost.constants.pull_stall_s, over_s)
         trace.reported_s = now_s
         self.watch(trace, load)
 
@@ -102,16 +105,21 @@ class Learner:
         if n_tokens != plan.chosen.cached_tokens:
             trace.took_s = None
 
-    def ended(self, facts: RequestFacts, trace: Trace, worker: Worker, n_tokens: int) -> None:
+    def ended(self, facts: RequestFacts, plan: Plan, trace: Trace, worker: Worker, n_tokens: int) -> None:
         if trace.took_s is not None:
-            self._prompt(facts, worker, trace.price, trace.cached_tokens, trace.took_s)
+            self._prompt(facts, worker, plan.chosen.price, plan.chosen.cached_tokens, trace.took_s)
         if n_tokens:
             expected = self._cost.constants.expected_output_tokens
             self._calibration.add(Part.OUTPUT, facts.model, expected, n_tokens / facts.n_sequences)
 
-    def _wait_factor(self, worker: Worker) -> float:
-        """A queue that goes faster than booked has had prompts that fit into one step, which the next ones may not."""
-        return max(1.0, self._calibration.value(Part.WAIT, worker.name))
+    def _learn(self, part: Part, worker: Worker, predicted_s: float, observed_s: float) -> None:
+        self._calibration.add(part, worker.name, predicted_s, observed_s)
+        self._apply(part, worker)
+
+    def _apply(self, part: Part, worker: Worker) -> None:
+        value = self._calibration.value(part, worker.name)
+        # A queue that goes faster than booked has had prompts that fit into one step, which the next ones may not.
+        setattr(worker, _FACTORS[part], max(1.0, value) if part is Part.WAIT else value)
 
     def _prompt(self, facts: RequestFacts, worker: Worker, price: Price, held_tokens: int, took_s: float) -> None:
         wait_s, comp_s = price.wait_s, price.comp_s
@@ -120,18 +128,14 @@ class Learner:
             if wait_s > comp_s:  # Of a shorter one, little could be told from how long the prompt itself took.
                 usual_s = wait_s / worker.wait_factor
                 waited_s = took_s - worker.front_factor * usual_front_s - comp_s
-                self._calibration.add(Part.WAIT, worker.name, usual_s, max(waited_s, 1e-3 * usual_s))
-                worker.wait_factor = self._wait_factor(worker)
+                self._learn(Part.WAIT, worker, usual_s, max(waited_s, 1e-3 * usual_s))
             return
         work_s = self._cost.work_s(facts.prompt_tokens, held_tokens) / worker.weight
         floor_s = self._cost.constants.comp_floor_s / worker.weight
         computing_s = took_s - worker.front_factor * usual_front_s
         if worker.work_factor * work_s > worker.floor_factor * floor_s:
-            self._calibration.add(Part.WORK, worker.name, work_s, computing_s)
-            worker.work_factor = self._calibration.value(Part.WORK, worker.name)
+            self._learn(Part.WORK, worker, work_s, computing_s)
         elif usual_front_s < floor_s / 2:
-            self._calibration.add(Part.FLOOR, worker.name, floor_s, computing_s)
-            worker.floor_factor = self._calibration.value(Part.FLOOR, worker.name)
+            self._learn(Part.FLOOR, worker, floor_s, computing_s)
         else:  # A long prompt, nearly all of it cached.
-            self._calibration.add(Part.FRONT, worker.name, usual_front_s, took_s - worker.floor_factor * floor_s)
-            worker.front_factor = self._calibration.value(Part.FRONT, worker.name)
+            self._learn(Part.FRONT, worker, usual_front_s, took_s - worker.floor_factor * floor_s)

@@ -48,8 +48,11 @@ class Booking:
         self.done_tokens = 0
         self.slo_tpot_s = slo_tpot_s
         self.charged_s = 0.0
-        self.charged_at = self.since = 0
-        """What its prefill costs each stream beside it; its own place among those that became streams."""
+        """What its prefill was said to cost each stream beside it."""
+        self.charged_at = 0
+        """How many had become streams here by then: who came later was not charged."""
+        self.since = 0
+        """Its own place among them."""
         self.stalled_s = 0.0
         """What its stream has lost to prefills beside it, as far as they were booked here."""
         self.load = load

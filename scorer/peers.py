@@ -198,8 +198,7 @@ class Peers:
             return PdReason.SOURCE_UNUSABLE
         names = name, decode[0].name
         if not self._pairs.allows(names, now_s):
-            broken = self._pairs.incompatible(names) is None
-            return PdReason.PAIR_BROKEN if broken else PdReason.PAIR_INCOMPATIBLE
+            return self._remote.barred(names)
         holders = [(name, rank) for rank in worker.loads]
         holder = max(holders, key=lambda each: held.get(each, _NOTHING).reach_tokens)
         place = worker, holder, worker.loads[holder[1]]

@@ -352,11 +352,11 @@ class Planner:
                 flight.pair = None
         elif kind in (OutcomeKind.END, OutcomeKind.ERROR, OutcomeKind.CANCELLED):
             del self._flights[request_id]
+            decode = flight.decode
             if kind is OutcomeKind.END:
-                self._learner.ended(flight.facts, flight.trace, flight.decode.worker, outcome.n_tokens)
+                self._learner.ended(flight.facts, flight.plan, flight.trace, decode.worker, outcome.n_tokens)
             self._leave_prefill(flight, now_s, prefilled=False)
             self._end_pair(flight)
-            decode = flight.decode
             prefilled = not decode.booking.prefilling or kind is OutcomeKind.END
             decode.booking.settle(now_s)
             self.holdings.release(decode, prefilled, now_s)

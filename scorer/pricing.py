@@ -69,6 +69,7 @@ class Pricer:
         waiting = _prompts_waiting(places) if facts.slo_ttft_s is None else 0.0
         fixed_s, per_stream_s, per_kv_token_s = c.step_base_s, c.step_per_stream_s, c.step_per_kv_token_s
         priced: list[tuple[Price, int]] = []
+        # For every worker and request: the formulas of CostModel are written out, as calls would take as long again.
         for worker, holder, load in places:
             stats = worker.stats
             block_size = USUAL_BLOCK_SIZE if stats is None or stats.block_size is None else stats.block_size

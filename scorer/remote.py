@@ -15,7 +15,7 @@ import msgspec
 from indexer import Holder, Match
 from scorer.disaggregation import PdPolicy
 from scorer.fleet import Fleet, Worker
-from scorer.pairs import Pairs
+from scorer.pairs import Names, Pairs
 from scorer.pricing import Place, Pricer
 from scorer.types import Candidate, PdReason, Price, RequestFacts, Role, TokenSource
 
@@ -135,9 +135,12 @@ class Remote:
                 if self.pairs.allows(names, now_s):
                     out.append(self.choice(facts, local, decode, place, price, cached, streams_late))
                 elif why is not PdReason.PAIR_BROKEN:
-                    broken = self.pairs.incompatible(names) is None
-                    why = PdReason.PAIR_BROKEN if broken else PdReason.PAIR_INCOMPATIBLE
+                    why = self.barred(names)
         return out, None if out else why
+
+    def barred(self, names: Names) -> PdReason:
+        """Why a pair that is not allowed is not."""
+        return PdReason.PAIR_BROKEN if self.pairs.incompatible(names) is None else PdReason.PAIR_INCOMPATIBLE
 
     def _places(self, facts: RequestFacts, available: Collection[str] | None) -> list[Place]:
         """A hinted worker that was not asked yet what it serves is taken at its word."""
