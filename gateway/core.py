@@ -30,7 +30,8 @@ from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
 from gateway.learned import LearnedFile, learned_path
-from gateway.proxy.upstream import PoolSettings, UpstreamPool
+from gateway.proxy.peer import PoolSettings
+from gateway.proxy.upstream import UpstreamPool
 from gateway.publishing import Publishing
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
@@ -88,6 +89,7 @@ class Core:
                 pool_idle_s=config.gateway.pool_idle_s,
                 request_timeout_s=config.gateway.request_timeout_s,
                 tls=tls,
+                http=config.gateway.http,
             )
         )
         self.capabilities: dict[str, Capabilities] = {}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import msgspec
-from aiohttp import web
 
 from gateway.cli import Parser
 from gateway.config import Config, load_config
@@ -21,8 +20,10 @@ from gateway.core import Core
 from gateway.debug.faces import AdminPort, Faces
 from gateway.discovery import Discovery, FileDiscovery, StaticDiscovery
 from gateway.errors import UserError
+from gateway.http1.listener import Listener
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
+from gateway.proxy.incoming import Sender
 from gateway.proxy.parts import Parts
 from gateway.proxy.routes import CONTROLS
 from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
@@ -50,7 +51,7 @@ class Service:
     def __init__(
         self,
         core: Core,
-        hints: Callable[[web.BaseRequest], Hints],
+        hints: Callable[[Sender], Hints],
         *,
         admin_host: str,
         admin_port: int,
@@ -89,14 +90,14 @@ class Service:
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
         pages = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()})
         self._admin = HttpServer(pages.handle, admin_host, admin_port)
-        self.listeners: list[HttpServer] = []
+        self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)
         self._upkeep: asyncio.Task[None] | None = None
 
     def listen(self, host: str, port: int) -> None:
         """The data plane there, with TLS if there is a certificate."""
         tls = None if self.certificate is None else self.certificate.context
-        self.listeners.append(HttpServer(self.plane.handle, host, port, tls))
+        self.listeners.append(self.plane.listener(self.config.gateway.http, host, port, tls))
 
     @property
     def ports(self) -> list[int]:

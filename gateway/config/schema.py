@@ -62,6 +62,12 @@ class GatewayConfig(_Section, frozen=True):
     drain_timeout_s: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="On SIGTERM, time given to running requests before closing.")
     ] = 30.0
+    http: Annotated[
+        Literal["fast", "aiohttp"],
+        Meta(
+            description="What speaks HTTP to clients and workers for inference: our own reader, or aiohttp throughout."
+        ),
+    ] = "fast"
     response_headers: Annotated[
         bool, Meta(description="Name the chosen worker and the reason in x-warmroute-* response headers.")
     ] = True

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import aiohttp
 import msgspec
 
 from gateway.debug.handoffs import HandoffMetrics
@@ -20,9 +19,9 @@ from gateway.handoff.opening import Opening, State
 from gateway.handoff.watch import LegWatch, Verdict
 from gateway.proxy.attempt import AttemptFailed, BehindSidecar, LeaseOver, LoadFailed, Rejected
 from gateway.proxy.headers import OUTCOME_HEADER
+from gateway.proxy.peer import Upstream, UpstreamError
 from gateway.proxy.relay import Answer
 from gateway.proxy.timed import TimedBody
-from gateway.proxy.upstream import Upstream
 
 _log = logging.getLogger(__name__)
 _DEAF_S = 300.0
@@ -100,7 +99,7 @@ class Fetch:
         await self._restate(answer, offer.answer)
         if answer.whole and self._kind in _WITH_CHOICES and _ended_in_error(answer.first):
             raise LoadFailed("the answer ended in an error")  # Some versions say 200 to that.
-        if OUTCOME_HEADER in answer.response.headers:
+        if answer.upstream.header(OUTCOME_HEADER) is not None:
             raise BehindSidecar(answer)
         self._metrics.fetched(offer.legs.prefill_worker, offer.legs.decode_worker, missing_tokens, first_byte_s)
         return answer
@@ -166,10 +165,10 @@ class Fetch:
         size = len(answer.first)
         while size <= _LONGEST_WHOLE_BYTES:
             try:
-                piece = await answer.response.content.readany()
+                piece = await answer.upstream.readany()
             except TimeoutError as exc:
                 raise AttemptFailed(End.TIMEOUT) from exc
-            except (aiohttp.ClientError, OSError) as exc:
+            except (UpstreamError, OSError) as exc:
                 raise AttemptFailed(End.RESET) from exc
             if not piece:
                 answer.become(rewriting.whole(b"".join(pieces)))
@@ -188,7 +187,7 @@ class _Untouched(Exception):
 
 
 def _is_plain(answer: Answer) -> bool:
-    return bool(answer.response.headers.get("Content-Encoding", "identity") == "identity")
+    return answer.upstream.header("Content-Encoding") in (None, "identity")
 
 
 async def _bad_opening(answer: Answer) -> str | None:
@@ -199,10 +198,10 @@ async def _bad_opening(answer: Answer) -> str | None:
     state = opening.feed(answer.first)
     while state is State.PENDING:
         try:
-            piece = await answer.response.content.readany()
+            piece = await answer.upstream.readany()
         except TimeoutError as exc:
             raise AttemptFailed(End.TIMEOUT) from exc
-        except (aiohttp.ClientError, OSError):
+        except (UpstreamError, OSError):
             return "the stream broke off before any content"
         if not piece:
             state = opening.end()

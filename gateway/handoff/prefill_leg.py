@@ -6,14 +6,13 @@ import asyncio
 import time
 from typing import Protocol
 
-import aiohttp
-from aiohttp import web
 from multidict import CIMultiDict
 
 from gateway.engine.health import End, Ticket
 from gateway.handoff.shared import Shared
 from gateway.proxy.headers import RawHeaders, response_headers
-from gateway.proxy.upstream import Upstream
+from gateway.proxy.incoming import Reply
+from gateway.proxy.peer import Broken, Disconnected, NoConnection, Upstream, UpstreamError
 from scorer.types import PdReason
 
 _LONGEST_ANSWER_BYTES = 64 << 20
@@ -28,10 +27,10 @@ class RefusedByPrefill(Exception):
         self._headers = headers
         self._body = body
 
-    def response(self) -> web.Response:
+    def reply(self) -> Reply:
         headers = response_headers(self._headers)
         headers.popall("Content-Length", None)
-        return web.Response(status=self.status, headers=headers, body=self._body)
+        return Reply(self.status, headers, self._body)
 
 
 class LegFailed(Exception):
@@ -87,13 +86,13 @@ class PrefillLeg:
             async with asyncio.timeout(self._shared.settings.prefill_timeout_s):
                 status, raw_headers, answered_s, data = await self._post(headers, body)
             end = End.OK if status < 400 else End.SERVER_ERROR if status >= 500 else End.CLIENT_ERROR
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+        except NoConnection as exc:
             end = End.CONNECT
             raise LegFailed(PdReason.PREFILL_FAILED, "it cannot be reached") from exc
         except TimeoutError as exc:
             end = End.TIMEOUT
             raise LegFailed(PdReason.PREFILL_TIMEOUT, "it did not answer in time") from exc
-        except (aiohttp.ClientError, OSError) as exc:
+        except (UpstreamError, OSError) as exc:
             end = End.RESET
             raise LegFailed(PdReason.PREFILL_FAILED, "its answer broke off") from exc
         finally:
@@ -108,9 +107,7 @@ class PrefillLeg:
         """Once more on a new connection if a pooled one was closed under it: nothing is lost by computing twice."""
         try:
             return await self._once(headers, body, fresh=False)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-            raise
-        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+        except Disconnected:
             return await self._once(headers, body, fresh=True)
 
     async def _once(
@@ -122,16 +119,14 @@ class PrefillLeg:
         try:
             response = await upstream.send(self._sending.method, self._sending.target, headers, body, fresh=fresh)
             answered_s = time.monotonic()
-            delay_s = self._shared.clock.delay_s(self._name, response.headers.get("Date"))
+            delay_s = self._shared.clock.delay_s(self._name, response.header("Date"))
             answered_s = max(began_s, answered_s - delay_s)
             try:
-                data = bytearray()
-                async for piece in response.content.iter_any():
-                    data += piece
-                    if len(data) > _LONGEST_ANSWER_BYTES:
-                        raise aiohttp.ClientPayloadError("the prefill answer is too long")
-                return response.status, response.raw_headers, answered_s, bytes(data)
-            except (aiohttp.ClientError, OSError):
+                data = await response.read(_LONGEST_ANSWER_BYTES)
+                if data is None:
+                    raise Broken("the prefill answer is too long")
+                return response.status, response.raw_headers, answered_s, data
+            except (UpstreamError, OSError):
                 if response.status < 300:
                     self.strand(answered_s)
                 raise

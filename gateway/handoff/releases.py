@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.handoff.stranded import Stranded
 from gateway.proxy.headers import OUTCOME_HEADER
-from gateway.proxy.upstream import Upstream, UpstreamPool
+from gateway.proxy.peer import Upstream, UpstreamError
+from gateway.proxy.upstream import UpstreamPool
 
 _log = logging.getLogger(__name__)
 _PATH = "/v1/completions"
@@ -102,8 +102,8 @@ class Releases:
                     await response.read()
                 finally:
                     response.close()
-                return response.status in (400, 422) and OUTCOME_HEADER not in response.headers
-        except (aiohttp.ClientError, OSError, TimeoutError):
+                return response.status in (400, 422) and response.header(OUTCOME_HEADER) is None
+        except (UpstreamError, OSError):
             return False
         finally:
             self._upstreams.release(upstream)

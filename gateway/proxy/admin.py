@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
@@ -16,8 +15,9 @@ from gateway.proxy import errors
 from gateway.proxy.body import read_body
 from gateway.proxy.errors import ApiError, json_response
 from gateway.proxy.headers import request_headers
+from gateway.proxy.peer import Upstream, UpstreamError
 from gateway.proxy.routes import CONTROLS, Control
-from gateway.proxy.upstream import Upstream, UpstreamPool
+from gateway.proxy.upstream import UpstreamPool
 
 _TIMEOUT_S = 120.0
 """Waking an engine up reloads its weights."""
@@ -88,7 +88,7 @@ class EngineControls:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._exchange(upstream, control, target, headers, body)
-        except (aiohttp.ClientError, OSError) as exc:
+        except (UpstreamError, OSError) as exc:
             return {"status": None, "body": f"no answer: {str(exc) or type(exc).__name__}"}
 
     async def _exchange(
@@ -97,7 +97,7 @@ class EngineControls:
         upstream.acquire()
         try:
             async with await upstream.send(control.method, target, headers, body, fresh=True) as response:
-                raw = await response.read()
+                raw = await response.read() or b""
         finally:
             self._upstreams.release(upstream)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 from aiohttp import web
@@ -17,7 +17,7 @@ _SILENCE_S = 10.0
 
 
 async def read_body(request: web.BaseRequest, limit: int) -> bytes:
-    """The whole body. Raises ApiError 413 as soon as it is known to be larger than `limit` bytes,
+    """The whole body that aiohttp receives. Raises ApiError 413 as soon as it is known to be larger than `limit` bytes,
     408 if it does not come.
     """
     length = request.content_length
@@ -27,13 +27,25 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
         return b""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    if request.content.is_eof():
-        return await _read(request, limit)
+    try:
+        if request.content.is_eof():
+            return await _read(request.content.readany, limit)
+        return await collect(request.content.readany, limit)
+    except (web.RequestPayloadError, aiohttp.ClientPayloadError) as exc:
+        raise unreadable() from exc
+
+
+def unreadable() -> ApiError:
+    return ApiError(400, "The request body could not be read.", code="invalid_body")
+
+
+async def collect(readany: Callable[[], Awaitable[bytes]], limit: int) -> bytes:
+    """What `readany` brings until it brings nothing, in time. Raises ApiError."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + _TIMEOUT_S
     try:
         async with asyncio.timeout(_SILENCE_S) as silence:
-            return await _read(request, limit, lambda: silence.reschedule(min(end_s, loop.time() + _SILENCE_S)))
+            return await _read(readany, limit, lambda: silence.reschedule(min(end_s, loop.time() + _SILENCE_S)))
     except TimeoutError:
         raise ApiError(
             408,
@@ -42,17 +54,14 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
         ) from None
 
 
-async def _read(request: web.BaseRequest, limit: int, heard: Callable[[], None] | None = None) -> bytes:
+async def _read(readany: Callable[[], Awaitable[bytes]], limit: int, heard: Callable[[], None] | None = None) -> bytes:
     pieces: list[bytes] = []
     size = 0
-    try:
-        while piece := await request.content.readany():
-            size += len(piece)
-            if size > limit:
-                raise body_too_large(limit)
-            pieces.append(piece)
-            if heard is not None:
-                heard()
-    except (web.RequestPayloadError, aiohttp.ClientPayloadError) as exc:
-        raise ApiError(400, "The request body could not be read.", code="invalid_body") from exc
+    while piece := await readany():
+        size += len(piece)
+        if size > limit:
+            raise body_too_large(limit)
+        pieces.append(piece)
+        if heard is not None:
+            heard()
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

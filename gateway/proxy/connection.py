@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -11,6 +12,13 @@ from gateway.proxy import errors
 from gateway.proxy.errors import ApiError, log_unexpected
 
 _log = logging.getLogger(__name__)
+
+CLIENT_KEEPALIVE_S = 75.0
+"""Longer than the 60 s of common load balancers, so that they, not we, close idle connections."""
+LINGER_S = 1.0
+"""So long what a client still sends is read after its answer."""
+_LONGEST_LINE_BYTES = 16 << 10
+_LONGEST_HEADER_BYTES = 64 << 10
 
 
 class Connection(web.RequestHandler):
@@ -45,7 +53,19 @@ class Connection(web.RequestHandler):
 
 
 class ConnectionFactory(web.Server):
-    """aiohttp's server, with connections of ours."""
+    """aiohttp's server, with connections of ours. Create it inside a running event loop."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=CLIENT_KEEPALIVE_S,
+            lingering_time=LINGER_S,
+            max_line_size=_LONGEST_LINE_BYTES,
+            max_field_size=_LONGEST_HEADER_BYTES,
+        )
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, loop=self._loop, **self._kwargs)

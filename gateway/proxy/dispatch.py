@@ -12,9 +12,7 @@ import time
 from functools import partial
 from typing import NoReturn
 
-import aiohttp
 import msgspec
-from aiohttp import web
 from multidict import CIMultiDict
 
 from gateway.engine.health import End
@@ -27,10 +25,11 @@ from gateway.proxy.attempt import AttemptFailed, BehindSidecar, LeaseOver, LoadF
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import RANK_HEADER
+from gateway.proxy.incoming import Incoming
 from gateway.proxy.parts import Parts
+from gateway.proxy.peer import Broken, NoConnection, Upstream, UpstreamError
 from gateway.proxy.relay import Answer
 from gateway.proxy.timed import TimedBody
-from gateway.proxy.upstream import Upstream
 from scorer.planner import ModelNotFound, NoWorker
 from scorer.types import Outcome, OutcomeKind, PdReason, Plan, RequestFacts
 
@@ -52,7 +51,7 @@ class Sending(msgspec.Struct, frozen=True, kw_only=True):
 class Dispatch:
     """One request on its way to an answer. Leave it by `close`, however it went."""
 
-    def __init__(self, parts: Parts, request: web.BaseRequest, record: Record, sending: Sending) -> None:
+    def __init__(self, parts: Parts, request: Incoming, record: Record, sending: Sending) -> None:
         self._parts = parts
         self._request = request
         self._record = record
@@ -278,15 +277,15 @@ class Dispatch:
         flight.sent()
         try:
             return await self._exchange(upstream, headers, body, fresh=fresh, ask=ask)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+        except NoConnection as exc:
             raise AttemptFailed(End.CONNECT) from exc
         except TimeoutError as exc:
             flight.failed(End.TIMEOUT, "timeout")
             raise ApiError(
                 504, f"Worker {flight.worker} did not answer in time.", type_=errors.TIMEOUT, code="upstream_timeout"
             ) from exc
-        except (aiohttp.ClientError, OSError) as exc:
-            if self._request.transport is None:
+        except (UpstreamError, OSError) as exc:
+            if self._request.gone:
                 raise ConnectionResetError("the client is gone") from exc
             raise AttemptFailed(End.RESET) from exc
 
@@ -297,8 +296,8 @@ class Dispatch:
         response = await upstream.send(self._sending.method, self._sending.target, headers, body, fresh=fresh, ask=ask)
         answer = self.answer = Answer(response, b"")
         if not 200 <= response.status <= 599:
-            raise aiohttp.ClientPayloadError("not a status of a final answer")  # 101 would make us a tunnel.
-        answer.first = await response.content.readany()
+            raise Broken("not a status of a final answer")  # 101 would make us a tunnel.
+        answer.first = await response.readany()
         return answer
 
     # ---- placed by load alone ----------------------------------------------------------------------------------------
@@ -321,7 +320,7 @@ class Dispatch:
             raise errors.no_worker("none is up")
         try:
             return await self._exchange(upstream, self._sending.headers, self._sending.raw, fresh=False)
-        except (aiohttp.ClientError, OSError) as exc:
+        except (UpstreamError, OSError) as exc:
             raise ApiError(502, f"Worker {name} gave no answer.", type_=errors.UPSTREAM, code="upstream") from exc
 
     # ---- leaving -----------------------------------------------------------------------------------------------------

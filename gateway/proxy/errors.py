@@ -49,13 +49,16 @@ class ApiError(Exception):
     def body(self) -> bytes:
         return error_body(self.message, self.type_, code=self.code, param=self.param)
 
-    def response(self) -> web.Response:
-        response = json_response(self.body, self.status)
+    def headers(self) -> CIMultiDict[str]:
+        headers = CIMultiDict({"Content-Type": _JSON, "Server": SERVER_NAME})
         if self.retry_after_s is not None:
-            response.headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.allow is not None:
-            response.headers["Allow"] = self.allow
-        return response
+            headers["Allow"] = self.allow
+        return headers
+
+    def response(self) -> web.Response:
+        return web.Response(body=self.body, status=self.status, headers=self.headers())
 
 
 def error_body(message: str, type_: str, *, code: str | None = None, param: str | None = None) -> bytes:

@@ -16,7 +16,6 @@ from itertools import count
 from urllib.parse import quote
 
 import msgspec
-from aiohttp import web
 from multidict import CIMultiDict
 
 from gateway.engine.health import End
@@ -24,11 +23,11 @@ from gateway.handoff.bodies import clean
 from gateway.handoff.prefill_leg import RefusedByPrefill
 from gateway.proxy import errors
 from gateway.proxy.access import Record
-from gateway.proxy.body import read_body
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import LEG_HEADER, OUTCOME_HEADER, request_headers, response_headers
+from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.parts import Draining, Parts
 from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
@@ -69,7 +68,7 @@ class Exchange:
         "target",
     )
 
-    def __init__(self, parts: Parts, server: Draining, request: web.BaseRequest, route: Route, target: str) -> None:
+    def __init__(self, parts: Parts, server: Draining, request: Incoming, route: Route, target: str) -> None:
         self._parts = parts
         self._server = server
         self.request = request
@@ -98,41 +97,39 @@ class Exchange:
     def _flight(self) -> Flight | None:
         return None if self._dispatch is None else self._dispatch.flight
 
-    async def serve(self) -> web.StreamResponse:
-        """The response, already sent if it is a worker's."""
+    async def serve(self) -> Reply | None:
+        """An answer of our own; None: a worker's was sent, or broken off."""
         try:
             return await self._serve()
         except ApiError as exc:
             return self._own_answer(exc)
         except UpstreamBroke as exc:
             self._cut("timeout" if isinstance(exc.__cause__, TimeoutError) else "upstream_broke")
-            return _nothing_more()
+            return None
         except ClientStalled:
             self._cut("client_stalled")
-            if self.request.transport is not None:
-                self.request.transport.abort()  # To close it would wait for the client.
-            return _nothing_more()
+            self.request.abort()  # To close it would wait for the client.
+            return None
         except ConnectionError:
             self._cut("client_left")
-            return _nothing_more()
+            return None
         except asyncio.CancelledError:
             self._cut("drained" if self._server.cutting else "client_left")
             raise
         except Exception as exc:
             errors.log_unexpected(_log, "unexpected; the request is given up", exc)
             if self._relaying:
-                if self.request.transport is not None:
-                    self.request.transport.close()
-                return _nothing_more()
+                self.request.close()
+                return None
             return self._own_answer(ApiError(500, "The gateway failed.", type_=errors.INTERNAL, code="internal"))
         finally:
             self._finish()
 
     # ---- the way there -----------------------------------------------------------------------------------------------
 
-    async def _serve(self) -> web.StreamResponse:
+    async def _serve(self) -> Reply | None:
         try:
-            body = await read_body(self.request, self._parts.max_body_bytes)
+            body = await self.request.body(self._parts.max_body_bytes)
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
@@ -151,7 +148,8 @@ class Exchange:
             ),
         )
         if self.request.method == "OPTIONS" or not body:
-            return await self._relay(await dispatch.anywhere(), self.began_s)
+            await self._relay(await dispatch.anywhere(), self.began_s)
+            return None
         began_s = time.monotonic()
         hints = self._parts.hints(self.request)
         facts = _with_hints(await self._facts(body), hints)
@@ -166,7 +164,8 @@ class Exchange:
             answer = await dispatch.run()
         except RefusedByPrefill as exc:
             return self._refused(exc)
-        return await self._relay(answer, began_s)
+        await self._relay(answer, began_s)
+        return None
 
     async def _facts(self, body: bytes) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
@@ -186,27 +185,27 @@ class Exchange:
         self._parts.metrics.rejected("bad_request")
         return ApiError(400, str(exc), code=exc.code, param=exc.param)
 
-    def _refused(self, refusal: RefusedByPrefill) -> web.Response:
+    def _refused(self, refusal: RefusedByPrefill) -> Reply:
         """The prefill worker has said what is wrong with the request."""
         self.record.status = refusal.status
-        response = refusal.response()
-        self._name_choice(response.headers)
-        response.headers.setdefault("X-Request-Id", self.record.request_id)
-        if self._server.draining:
-            response.force_close()
-        return response
+        reply = refusal.reply()
+        self._name_choice(reply.headers)
+        reply.headers.setdefault("X-Request-Id", self.record.request_id)
+        reply.close = self._server.draining
+        return reply
 
     # ---- the way back ------------------------------------------------------------------------------------------------
 
-    async def _relay(self, answer: Answer, began_s: float) -> web.StreamResponse:
+    async def _relay(self, answer: Answer, began_s: float) -> None:
         flight, record = self._flight, self.record
         self._relaying = True
         record.status = answer.status
         good = answer.status < 400
-        headers = response_headers(answer.response.raw_headers)
+        headers = response_headers(answer.upstream.raw_headers)
         headers.setdefault("X-Request-Id", record.request_id)
         if flight is None:
-            return await self._send(answer, headers, None, None)
+            await self._send(answer, headers, None, None)
+            return
         if self._parts.response_headers:
             headers["x-warmroute-worker"] = flight.worker
             headers["x-warmroute-cached-tokens"] = str(flight.plan.chosen.cached_tokens)
@@ -219,14 +218,13 @@ class Exchange:
                 ttft_s = time.monotonic() - began_s
                 record.ttft_ms = round(ttft_s * 1000, 3)
                 self._parts.metrics.ttft.observe(ttft_s)
-        response = await self._send(answer, headers, flight, tail)
+        await self._send(answer, headers, flight, tail)
         if good:
             self._note_usage(flight, tail)
             flight.end(None if self._usage is None else self._usage.output_tokens)
         else:
             flight.refused(answer.status)
         self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")
-        return response
 
     def _name_choice(self, headers: MutableMapping[str, str]) -> None:
         """`x-warmroute-outcome`, for whoever has planned the request in front of us, and for whoever wonders."""
@@ -243,13 +241,11 @@ class Exchange:
 
     async def _send(
         self, answer: Answer, headers: CIMultiDict[str], flight: Flight | None, tail: UsageTail | None
-    ) -> web.StreamResponse:
+    ) -> None:
         deadline_s = asyncio.get_running_loop().time() + max(
             0.0, self.began_s + self._parts.upstreams.request_timeout_s - time.monotonic()
         )
-        return await answer.relay(
-            self.request, headers, flight, tail, close=self._server.draining, deadline_s=deadline_s
-        )
+        await answer.relay(self.request, headers, flight, tail, close=self._server.draining, deadline_s=deadline_s)
 
     def _note_usage(self, flight: Flight, tail: UsageTail) -> None:
         usage = self._usage = tail.read()
@@ -272,14 +268,13 @@ class Exchange:
             prompt = Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
             self._parts.prefixes.note(prompt, facts.lora, block_size, cached, time.monotonic())
 
-    def _own_answer(self, error: ApiError) -> web.Response:
+    def _own_answer(self, error: ApiError) -> Reply:
         self.record.status, self.record.error = error.status, error.code
-        response = error.response()
-        response.headers["X-Request-Id"] = self.record.request_id
-        self._name_choice(response.headers)
-        if self._server.draining or error.status in _BODY_REASONS:
-            response.force_close()
-        return response
+        reply = Reply.of(error)
+        reply.headers["X-Request-Id"] = self.record.request_id
+        self._name_choice(reply.headers)
+        reply.close = self._server.draining or error.status in _BODY_REASONS
+        return reply
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 
@@ -335,10 +330,3 @@ def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
         rank=hints.rank,
         subset=hints.decode,
     )
-
-
-def _nothing_more() -> web.Response:
-    """Stands for a response that was broken off: aiohttp finds the connection closed and writes nothing."""
-    response = web.Response()
-    response.force_close()
-    return response

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
@@ -18,7 +17,8 @@ from multidict import CIMultiDict
 from gateway.proxy import errors
 from gateway.proxy.errors import json_response, model_not_found
 from gateway.proxy.headers import request_headers
-from gateway.proxy.upstream import Upstream, UpstreamPool
+from gateway.proxy.peer import Upstream, UpstreamError
+from gateway.proxy.upstream import UpstreamPool
 
 _log = logging.getLogger(__name__)
 
@@ -117,14 +117,14 @@ class ModelList:
         upstream.acquire()
         try:
             async with asyncio.timeout(_TIMEOUT_S), await upstream.send("GET", PATH, headers, b"") as response:
-                body = await _read(response)
+                body = await response.read(_LARGEST_ANSWER_BYTES)
                 if body is None:
                     _log.warning("a list of models of more than %d bytes is left out", _LARGEST_ANSWER_BYTES)
                     return None
                 if response.status != 200:
                     return _Refusal(response.status, body)
                 return _decoder.decode(body).data
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError):
+        except (UpstreamError, OSError, msgspec.MsgspecError):
             return None
         finally:
             self._upstreams.release(upstream)
@@ -134,16 +134,3 @@ def _key(headers: CIMultiDict[str]) -> bytes:
     """Whom a worker sees, as a digest: credentials are not kept."""
     rows = sorted((name.lower(), value) for name, value in headers.items() if name.lower() not in _INDIFFERENT)
     return hashlib.sha256(repr(rows).encode("utf-8", "surrogateescape")).digest()
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes | None:
-    """The whole body; None if it is too large."""
-    pieces: list[bytes] = []
-    size = 0
-    while piece := await response.content.readany():
-        size += len(piece)
-        if size > _LARGEST_ANSWER_BYTES:
-            response.close()
-            return None
-        pieces.append(piece)
-    return b"".join(pieces)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
-from aiohttp import web
 
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
@@ -16,6 +15,7 @@ from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.shared import Shared
 from gateway.proxy.access import AccessLog
+from gateway.proxy.incoming import Sender
 from gateway.proxy.upstream import UpstreamPool
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
@@ -61,5 +61,5 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     response_headers: bool
     handoffs: Shared
     heard_since: Callable[[str, float], bool]
-    hints: Callable[[web.BaseRequest], Hints] = no_hints
+    hints: Callable[[Sender], Hints] = no_hints
     unreachable_status: int = 502

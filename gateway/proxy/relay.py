@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
-import aiohttp
-from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
 from gateway.handoff.cached import CachedTokens
 from gateway.proxy.errors import UPSTREAM, error_body
 from gateway.proxy.flight import Flight
+from gateway.proxy.incoming import Incoming
+from gateway.proxy.peer import UpstreamAnswer, UpstreamError
 from gateway.proxy.usage import UsageTail
 
 _LINE_ENDS_PER_EVENT = 2
 """About a token each. Counting line ends gives the same number however the bytes are cut."""
 WRITE_STALL_S = 60.0
 """A client that takes nothing for so long is given up (nginx's send_timeout)."""
-_MAY_WAIT_ABOVE_BYTES = 32 << 10
-"""Below asyncio's and uvloop's high-water mark of 64 KiB, up to which a write never waits."""
 _LOOKS_PER_STALL = 8
 
 
@@ -30,23 +28,14 @@ class ClientStalled(Exception):
     """The client did not take its answer in time; the worker is not to blame."""
 
 
-class RelayedResponse(web.StreamResponse):
-    """A response with the headers it was given, and no others of aiohttp's choosing than Date and the framing."""
-
-    async def _prepare_headers(self) -> None:
-        absent = [name for name in (hdrs.CONTENT_TYPE, hdrs.SERVER) if name not in self.headers]
-        await super()._prepare_headers()
-        for name in absent:
-            self.headers.popall(name, None)
-
-
 class Answer:
     """A worker's answer of which the headers and the first piece of the body (empty: there is no body) are here."""
 
-    __slots__ = ("first", "response", "rewriting", "sent_bytes", "whole")
+    __slots__ = ("first", "is_stream", "rewriting", "sent_bytes", "upstream", "whole")
 
-    def __init__(self, response: aiohttp.ClientResponse, first: bytes) -> None:
-        self.response = response
+    def __init__(self, upstream: UpstreamAnswer, first: bytes) -> None:
+        self.upstream = upstream
+        self.is_stream = (upstream.header("Content-Type") or "").startswith("text/event-stream")
         self.first = first
         self.sent_bytes = 0
         self.rewriting: CachedTokens | None = None
@@ -61,41 +50,34 @@ class Answer:
 
     @property
     def status(self) -> int:
-        return self.response.status
-
-    @property
-    def is_stream(self) -> bool:
-        return self.response.headers.get("Content-Type", "").startswith("text/event-stream")
+        return self.upstream.status
 
     def close(self) -> None:
         """Close the connection unless the answer was read to its end: that is what makes a worker stop."""
-        self.response.close()
+        self.upstream.close()
 
     async def relay(
         self,
-        request: web.BaseRequest,
+        request: Incoming,
         headers: CIMultiDict[str],
         flight: Flight | None,
         tail: UsageTail | None,
         *,
         close: bool,
         deadline_s: float,
-    ) -> web.StreamResponse:
+    ) -> None:
         """Sends status, headers and body. With `close` the client's connection ends with it. `deadline_s` (of the
         loop's clock) bounds the waits for the client; those for the worker end by its session's own.
 
         Raises UpstreamBroke, ClientStalled, or ConnectionError when the client is gone.
         """
-        upstream, rewriting = self.response, self.rewriting
+        upstream, rewriting = self.upstream, self.rewriting
         if self.whole or rewriting is not None:
-            headers.popall(hdrs.CONTENT_LENGTH, None)
+            headers.popall("Content-Length", None)
         if self.whole:
-            headers[hdrs.CONTENT_LENGTH] = str(len(self.first))
-        response = RelayedResponse(status=upstream.status, reason=upstream.reason, headers=headers)
-        if close:
-            response.force_close()
-        await response.prepare(request)
-        read = upstream.content.readany
+            headers["Content-Length"] = str(len(self.first))
+        await request.begin(upstream.status, upstream.reason, headers, close=close)
+        read = upstream.readany
         count_lines = flight is not None and self.is_stream
         piece, line_ends = self.first, 0
         while piece:
@@ -104,49 +86,40 @@ class Answer:
             out = piece if rewriting is None else rewriting.feed(piece)
             if out:
                 self.sent_bytes += len(out)
-                await _write(request, response, out, flight, deadline_s)
+                await _write(request, out, flight, deadline_s)
             if count_lines and flight is not None:
                 line_ends += piece.count(b"\n")
                 flight.streamed(line_ends // _LINE_ENDS_PER_EVENT)
                 line_ends %= _LINE_ENDS_PER_EVENT
             try:
                 piece = await read()
-            except (aiohttp.ClientError, OSError) as exc:
-                if request.transport is None:
+            except (UpstreamError, OSError) as exc:
+                if request.gone:
                     raise ConnectionResetError("the client is gone") from exc
-                await self._break_off(request, response, tail)
+                await self._break_off(request, tail)
                 raise UpstreamBroke from exc
         if rewriting is not None and (rest := rewriting.end()):
             self.sent_bytes += len(rest)
-            await _write(request, response, rest, flight, deadline_s)
-        await _write(request, response, None, flight, deadline_s)
-        return response
+            await _write(request, rest, flight, deadline_s)
+        await _write(request, None, flight, deadline_s)
 
-    async def _break_off(self, request: web.BaseRequest, response: web.StreamResponse, tail: UsageTail | None) -> None:
+    async def _break_off(self, request: Incoming, tail: UsageTail | None) -> None:
         """Let the client see that the answer is not whole: an error event where one fits, and no proper end."""
         if self.is_stream and tail is not None and tail.ends_event():
             body = error_body("The worker's answer broke off.", UPSTREAM, code="upstream_broke")
-            await response.write(b"data: " + body + b"\n\n")
-        if request.transport is not None:
-            request.transport.close()
+            await request.write(b"data: " + body + b"\n\n")
+        request.close()
 
 
-async def _write(
-    request: web.BaseRequest,
-    response: web.StreamResponse,
-    piece: bytes | None,
-    flight: Flight | None,
-    deadline_s: float,
-) -> None:
+async def _write(request: Incoming, piece: bytes | None, flight: Flight | None, deadline_s: float) -> None:
     """`piece`, or the end when it is None."""
-    transport = request.transport
-    if transport is None or transport.get_write_buffer_size() + len(piece or b"") <= _MAY_WAIT_ABOVE_BYTES:
-        await (response.write_eof() if piece is None else response.write(piece))
+    if not request.would_wait(len(piece or b"")):
+        await (request.end() if piece is None else request.write(piece))
         return
     if flight is not None:
         flight.pause()
     try:
-        await _write_watched(response, piece, transport, deadline_s)
+        await _write_watched(request, piece, deadline_s)
     except TimeoutError:
         raise ClientStalled from None
     finally:
@@ -154,12 +127,10 @@ async def _write(
             flight.resume()
 
 
-async def _write_watched(
-    response: web.StreamResponse, piece: bytes | None, transport: asyncio.WriteTransport, deadline_s: float
-) -> None:
+async def _write_watched(request: Incoming, piece: bytes | None, deadline_s: float) -> None:
     """Raises TimeoutError when nothing goes out for `WRITE_STALL_S`, or the deadline is over."""
     loop = asyncio.get_running_loop()
-    left = transport.get_write_buffer_size() + len(piece or b"")
+    left = request.unsent_bytes() + len(piece or b"")
     timer: asyncio.TimerHandle
     if loop.time() >= deadline_s:
         raise TimeoutError
@@ -167,7 +138,7 @@ async def _write_watched(
 
         def look() -> None:
             nonlocal left, timer
-            now_left = transport.get_write_buffer_size()
+            now_left = request.unsent_bytes()
             if now_left < left:
                 limit.reschedule(min(deadline_s, loop.time() + WRITE_STALL_S))
             left = now_left
@@ -175,6 +146,6 @@ async def _write_watched(
 
         timer = loop.call_later(WRITE_STALL_S / _LOOKS_PER_STALL, look)
         try:
-            await (response.write_eof() if piece is None else response.write(piece))
+            await (request.end() if piece is None else request.write(piece))
         finally:
             timer.cancel()

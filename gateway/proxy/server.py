@@ -13,12 +13,16 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from gateway.http1.listener import Listener
 from gateway.proxy import errors
 from gateway.proxy.access import Record
+from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.connection import ConnectionFactory
 from gateway.proxy.errors import ApiError
 from gateway.proxy.handler import Exchange
+from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.parts import Parts
+from gateway.proxy.peer import Http
 from gateway.proxy.routes import ROUTES, Route
 
 _log = logging.getLogger(__name__)
@@ -27,11 +31,6 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Page = Callable[[web.BaseRequest], Awaitable[web.StreamResponse] | web.StreamResponse]
 
 _BACKLOG = 4096
-_CLIENT_KEEPALIVE_S = 75.0
-"""Longer than the 60 s of common load balancers, so that they, not we, close idle connections."""
-_LINGER_S = 1.0
-_LONGEST_LINE_BYTES = 16 << 10
-_LONGEST_HEADER_BYTES = 64 << 10
 _CUT_S = 0.5
 _BODIES_PER_PLACE = 4
 """So many more requests than may be served can be sending their bodies; these take memory as they come."""
@@ -68,17 +67,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Raises OSError when the address is taken."""
-        server = ConnectionFactory(
-            self._handler,
-            handler_cancellation=True,
-            access_log=None,
-            auto_decompress=False,
-            keepalive_timeout=_CLIENT_KEEPALIVE_S,
-            lingering_time=_LINGER_S,
-            max_line_size=_LONGEST_LINE_BYTES,
-            max_field_size=_LONGEST_HEADER_BYTES,
-        )
-        self._runner = web.ServerRunner(server, shutdown_timeout=_CUT_S)
+        self._runner = web.ServerRunner(ConnectionFactory(self._handler), shutdown_timeout=_CUT_S)
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, self.host, self.port, backlog=_BACKLOG, ssl_context=self._tls)
         try:
@@ -126,18 +115,38 @@ class DataPlane:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def listener(self, http: Http, host: str, port: int, tls: ssl.SSLContext | None = None) -> Listener | HttpServer:
+        """One of its addresses, to be started."""
+        if http == "aiohttp":
+            return HttpServer(self.handle, host, port, tls)
+        return Listener(self.serve, ConnectionFactory(self.handle), host, port, tls)
+
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """What aiohttp received."""
         target = target_of(request)
         path = target.partition("?")[0]
         route = ROUTES.get(path)
+        incoming = AioIncoming(request)
         if route is None:
-            return await self._page(request, path)
+            return await self._page(request, incoming, path)
+        return incoming.response(await self.serve(incoming, route, target))
+
+    async def serve(self, request: Incoming, route: Route, target: str) -> Reply | None:
+        """One inference request. An answer of our own; None: a worker's was sent, or broken off."""
         if request.method not in route.methods:
+            path = target.partition("?")[0]
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
         if self._served >= self._max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self._max_concurrency:
             self._parts.metrics.rejected("over_concurrency")
-            return self._refuse(request, path, errors.too_many_requests(self._max_concurrency))
-        return await self._serve(request, route, target)
+            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(self._max_concurrency))
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            return await Exchange(self._parts, self, request, route, target).serve()
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
 
     def admit(self) -> None:
         if self._served >= self._max_concurrency:
@@ -148,27 +157,17 @@ class DataPlane:
     def leave(self) -> None:
         self._served -= 1
 
-    async def _serve(self, request: web.BaseRequest, route: Route, target: str) -> web.StreamResponse:
-        self.in_flight += 1
-        self._idle.clear()
-        try:
-            return await Exchange(self._parts, self, request, route, target).serve()
-        finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
-
-    async def _page(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+    async def _page(self, request: web.BaseRequest, incoming: AioIncoming, path: str) -> web.StreamResponse:
         page = self.pages.get(path)
         if page is None:
             below = (page for prefix, page in self.prefixes.items() if path.startswith(prefix))
             page = next(below, self.fallback)
         if page is None:
             self._parts.metrics.rejected("unknown_path")
-            return self._refuse(request, path, errors.unknown_url(request.method, path))
+            return incoming.response(self._refuse(incoming, path, errors.unknown_url(request.method, path)))
         return await run_page(page, request)
 
-    def _refuse(self, request: web.BaseRequest, path: str, error: ApiError) -> web.Response:
+    def _refuse(self, request: Incoming, path: str, error: ApiError) -> Reply:
         self._parts.metrics.request(None, error.status, 0.0)
         self._parts.access.write(
             Record(
@@ -180,10 +179,9 @@ class DataPlane:
                 error=error.code,
             )
         )
-        response = error.response()
-        if self.draining:
-            response.force_close()
-        return response
+        reply = Reply.of(error)
+        reply.close = self.draining
+        return reply
 
     async def drain(self, timeout_s: float) -> int:
         """Wait for running requests; returns how many are left after `timeout_s`."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_writer import StreamWriter
-from aiohttp.payload import Payload
+from collections.abc import Awaitable, Callable
 
 _PIECE_BYTES = 64 << 10
 _LOOK_AGAIN_S = 0.005
@@ -17,7 +14,7 @@ class TooLate(Exception):
     """The deadline came before the last byte was out."""
 
 
-class TimedBody(Payload):
+class TimedBody:
     """`begun`: the peer has asked for it, or was not waited for. `written_s`: when the last byte had left. `late`: it
     never will, and the peer has no whole request.
 
@@ -25,38 +22,37 @@ class TimedBody(Payload):
     open, and a peer to read.
     """
 
-    _autoclose = True
-
     def __init__(self, body: bytes, deadline_s: float) -> None:
-        super().__init__(body)
-        self._size = len(body)
+        self._body = body
+        self.size = len(body)
         self._deadline_s = deadline_s
         self.begun = False
         self.written_s: float | None = None
         self.late = False
 
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return bytes(self._value).decode(encoding, errors)
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
+    async def write_to(self, write: Callable[[bytes], Awaitable[None]], unsent_bytes: Callable[[], int]) -> None:
+        """`write` takes a piece when there is room for it, `unsent_bytes` tells what of them has not left. Raises
+        TooLate.
+        """
         self.begun = True
         try:
             async with asyncio.timeout(max(0.0, self._deadline_s - time.monotonic())):
-                await self._write(writer)
+                await self._write(write, unsent_bytes)
         except TimeoutError:
             self.late = True
             raise TooLate from None
         self.written_s = time.monotonic()
 
-    async def _write(self, writer: AbstractStreamWriter) -> None:
-        body = memoryview(self._value)
+    async def _write(self, write: Callable[[bytes], Awaitable[None]], unsent_bytes: Callable[[], int]) -> None:
+        body = memoryview(self._body)
         for start in range(0, len(body), _PIECE_BYTES):
             self._check()
-            await writer.write(bytes(body[start : start + _PIECE_BYTES]))
-        transport = writer.transport if isinstance(writer, StreamWriter) else None
-        while transport is not None and not transport.is_closing() and transport.get_write_buffer_size():
+            await write(bytes(body[start : start + _PIECE_BYTES]))
+        wait_s = 0.0  # uvloop writes at the end of its turn.
+        while unsent_bytes():
             self._check()
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(wait_s)
+            wait_s = _LOOK_AGAIN_S
 
     def _check(self) -> None:
         if time.monotonic() >= self._deadline_s:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from typing import Literal, NoReturn
 
 import msgspec
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 from gateway.proxy.errors import ApiError
@@ -25,6 +24,7 @@ from gateway.proxy.headers import PLAN_HEADER as PLAN
 from gateway.proxy.headers import PREFILLER_HEADER as PREFILLER
 from gateway.proxy.headers import RANK_ENDPOINT_HEADER as RANK_ENDPOINT
 from gateway.proxy.headers import RANK_HEADER
+from gateway.proxy.incoming import Sender
 from gateway.sidecar.endpoint import Endpoint, parse_endpoint
 from gateway.sidecar.pod import Pod
 from gateway.sidecar.targets import Refusal, Targets
@@ -69,7 +69,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
 NO_HINTS = Hints()
 
 
-def no_hints(request: web.BaseRequest) -> Hints:
+def no_hints(request: Sender) -> Hints:
     """For a face whose clients have no say."""
     return NO_HINTS
 
@@ -103,7 +103,7 @@ class HintReader:
             for outcome in outcomes:
                 self._counter.labels(header, outcome)
 
-    def read(self, request: web.BaseRequest) -> Hints:
+    def read(self, request: Sender) -> Hints:
         """Raises ApiError: 403 for prefill targets that are not allowed, 400 for what cannot be read."""
         choice, plan_id = self._plan(request)
         prefill, only_itself = self._prefill(request)
@@ -121,7 +121,7 @@ class HintReader:
 
     # ---- x-prefiller-host-port ---------------------------------------------------------------------------------------
 
-    def _prefill(self, request: web.BaseRequest) -> tuple[tuple[str, ...], bool]:
+    def _prefill(self, request: Sender) -> tuple[tuple[str, ...], bool]:
         """Names of the workers, and whether this pod itself was the only one named."""
         values = _values(request, PREFILLER)
         if not values:
@@ -149,7 +149,7 @@ class HintReader:
             names.insert(0, names.pop(self._rng.randrange(len(names))))
         return tuple(names), outcomes == {"itself"}
 
-    def _target(self, value: str, request: web.BaseRequest) -> tuple[str, str | None]:
+    def _target(self, value: str, request: Sender) -> tuple[str, str | None]:
         endpoint = _endpoint(value)
         if endpoint is None:
             return "malformed", None
@@ -160,7 +160,7 @@ class HintReader:
 
     # ---- x-data-parallel-* -------------------------------------------------------------------------------------------
 
-    def _decode(self, request: web.BaseRequest, pod: Pod) -> tuple[frozenset[str], int | None]:
+    def _decode(self, request: Sender, pod: Pod) -> tuple[frozenset[str], int | None]:
         """The engine, and the rank within it if it has several behind its one port."""
         at = self._rank_endpoint(request, pod)
         if (value := _only(request, RANK)) is None:
@@ -179,7 +179,7 @@ class HintReader:
         self._count(RANK, "used")
         return (self._pinned[rank], None) if several else (self._pinned[0], rank)
 
-    def _rank_endpoint(self, request: web.BaseRequest, pod: Pod) -> int | None:
+    def _rank_endpoint(self, request: Sender, pod: Pod) -> int | None:
         """Deprecated by llm-d in favour of the rank itself."""
         value = _only(request, RANK_ENDPOINT)
         if value is None:
@@ -194,7 +194,7 @@ class HintReader:
 
     # ---- the others --------------------------------------------------------------------------------------------------
 
-    def _kv_source(self, request: web.BaseRequest) -> str | None:
+    def _kv_source(self, request: Sender) -> str | None:
         """Advice only: what cannot be used is left out. One of several is taken: the first."""
         values = _values(request, KV_SOURCE)
         if not values:
@@ -205,7 +205,7 @@ class HintReader:
         self._count(KV_SOURCE, outcome)
         return source
 
-    def _source(self, value: str, request: web.BaseRequest) -> tuple[str, str | None]:
+    def _source(self, value: str, request: Sender) -> tuple[str, str | None]:
         """In a pod like ours, which is named by its sidecar's listener, it is the engine that is asked: who may be
         named is who is connected to.
         """
@@ -219,7 +219,7 @@ class HintReader:
         source = self._targets.source(endpoint, add=self._pod is not None)
         return (source.value, None) if isinstance(source, Refusal) else ("used", source)
 
-    def _plan(self, request: web.BaseRequest) -> tuple[Literal["local", "remote"] | None, str | None]:
+    def _plan(self, request: Sender) -> tuple[Literal["local", "remote"] | None, str | None]:
         values = [value for value in request.headers.getall(PLAN, ()) if value.strip()]
         if not values:
             return None, None
@@ -255,7 +255,7 @@ def read_plan(value: str) -> tuple[Literal["local", "remote"], str] | None:
     return None
 
 
-def _values(request: web.BaseRequest, header: str) -> list[str]:
+def _values(request: Sender, header: str) -> list[str]:
     """Of all its lines, each of which may be a list."""
     if header not in request.headers:
         return []
@@ -263,7 +263,7 @@ def _values(request: web.BaseRequest, header: str) -> list[str]:
     return list(dict.fromkeys(filter(None, parts)))
 
 
-def _only(request: web.BaseRequest, header: str) -> str | None:
+def _only(request: Sender, header: str) -> str | None:
     values = _values(request, header)
     if len(values) > 1:
         _refuse(header, "one value")

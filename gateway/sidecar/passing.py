@@ -6,19 +6,20 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import aiohttp
 from aiohttp import web
 
 from gateway.bad_request import BadRequest
 from gateway.handoff.bodies import clean
 from gateway.proxy import errors
+from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.body import read_body
 from gateway.proxy.errors import ApiError, json_response
 from gateway.proxy.headers import request_headers, response_headers
+from gateway.proxy.peer import Broken, NoConnection, Upstream, UpstreamError
 from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import CONTROLS
 from gateway.proxy.server import Page, run_page, target_of
-from gateway.proxy.upstream import Upstream, UpstreamPool
+from gateway.proxy.upstream import UpstreamPool
 
 _HEALTH_TIMEOUT_S = 2.0
 _NOT_PASSED = frozenset({"CONNECT", "TRACE"})
@@ -84,7 +85,7 @@ class Passing:
                     return None if response.status == 200 else f"answers /health with {response.status}"
         except TimeoutError:
             return f"does not answer /health within {_HEALTH_TIMEOUT_S:g} s"
-        except (aiohttp.ClientError, OSError):
+        except (UpstreamError, OSError):
             return "does not answer /health"
         finally:
             self._upstreams.release(upstream)
@@ -136,27 +137,27 @@ class Passing:
         try:
             response = await upstream.send(request.method, target_of(request), headers, body)
             if not 200 <= response.status <= 599:
-                raise aiohttp.ClientPayloadError("not a status of a final answer")  # 101 would make us a tunnel.
-            return Answer(response, await response.content.readany())
+                raise Broken("not a status of a final answer")  # 101 would make us a tunnel.
+            return Answer(response, await response.readany())
         except BaseException as exc:
             if response is not None:
                 response.close()
-            if isinstance(exc, aiohttp.ClientConnectorError) and isinstance(exc.os_error, ConnectionRefusedError):
+            if isinstance(exc, NoConnection) and exc.refused:
                 raise _unreachable(engine, 503, "refuses connections") from exc
-            if isinstance(exc, aiohttp.ClientError | OSError):
+            if isinstance(exc, UpstreamError | OSError):
                 raise _unreachable(engine, 502, "gave no answer") from exc
             raise
 
     async def _relay(self, request: web.BaseRequest, answer: Answer, began_s: float) -> web.StreamResponse:
-        headers = response_headers(answer.response.raw_headers)
+        headers = response_headers(answer.upstream.raw_headers)
         left_s = max(0.0, began_s + self._upstreams.request_timeout_s - time.monotonic())
         deadline_s = asyncio.get_running_loop().time() + left_s
+        incoming = AioIncoming(request)
         try:
-            return await answer.relay(request, headers, None, None, close=self._draining(), deadline_s=deadline_s)
+            await answer.relay(incoming, headers, None, None, close=self._draining(), deadline_s=deadline_s)
         except (UpstreamBroke, ClientStalled, ConnectionError):
-            if request.transport is not None:
-                request.transport.abort()  # Half an answer must not look whole, and a stalled client is not waited for.
-            return web.Response()
+            incoming.abort()  # Half an answer must not look whole, and a stalled client is not waited for.
+        return incoming.response(None)
 
     def _note(self, request: web.BaseRequest, engine: str, status: int) -> None:
         """What the engine was just told to do changes what we know of it."""

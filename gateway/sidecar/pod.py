@@ -7,10 +7,9 @@ import socket
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit, urlunsplit
 
-from aiohttp import web
-
 from gateway.config.schema import Worker
 from gateway.discovery import worker_name
+from gateway.proxy.incoming import Sender
 from gateway.sidecar.endpoint import Endpoint, Host, endpoint_of, parse_host
 
 _POD_IP = "POD_IP"
@@ -27,21 +26,21 @@ class Pod:
         self._hosts = _own_hosts()
         self._engine_endpoints = {endpoint_of(engine.url) for engine in self.engines}
 
-    def rank_here(self, request: web.BaseRequest) -> int:
+    def rank_here(self, request: Sender) -> int:
         """The rank whose listener the request came to."""
         if len(self.names) == 1:
             return 0
-        address, ports = _sockname(request), self._ports()
+        address, ports = request.sockname(), self._ports()
         return ports.index(address[1]) if address is not None and address[1] in ports else 0
 
-    def rank_of(self, endpoint: Endpoint, request: web.BaseRequest) -> int | None:
+    def rank_of(self, endpoint: Endpoint, request: Sender) -> int | None:
         """The rank whose listener `endpoint` is, as seen by who sent `request`."""
         ports = self._ports()
         if endpoint.port in ports and self._is_here(endpoint.host, request):
             return ports.index(endpoint.port)
         return None
 
-    def is_self(self, endpoint: Endpoint, request: web.BaseRequest) -> bool:
+    def is_self(self, endpoint: Endpoint, request: Sender) -> bool:
         """Whether a request sent there would come back to us or to our own engine."""
         return endpoint in self._engine_endpoints or self.rank_of(endpoint, request) is not None
 
@@ -53,20 +52,14 @@ class Pod:
         own = endpoint_of(self.engines[ports.index(endpoint.port)].url)
         return endpoint if own is None else endpoint._replace(port=own.port)
 
-    def _is_here(self, host: Host, request: web.BaseRequest) -> bool:
+    def _is_here(self, host: Host, request: Sender) -> bool:
         if host in self._hosts:
             return True
-        address = _sockname(request)
+        address = request.sockname()
         try:
             return address is not None and parse_host(address[0]) == host
         except ValueError:
             return False
-
-
-def _sockname(request: web.BaseRequest) -> tuple[str, int] | None:
-    """Address and port of our end of the request's connection."""
-    address = None if request.transport is None else request.transport.get_extra_info("sockname")
-    return (str(address[0]), int(address[1])) if isinstance(address, tuple) else None
 
 
 def _own_hosts() -> frozenset[Host]:

@@ -11,6 +11,7 @@ from gateway.config import Config
 from gateway.config.flags import SIDECAR_ALIASES
 from gateway.core import Core
 from gateway.discovery import Discovery, StaticDiscovery
+from gateway.proxy.aio_incoming import AioIncoming
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader
 from gateway.sidecar.passing import Passing
@@ -80,7 +81,7 @@ class Sidecar(Service):
         self.targets.forget_unused()
 
     def _engine_of(self, request: web.BaseRequest) -> str:
-        return self.pod.names[self.pod.rank_here(request)]
+        return self.pod.names[self.pod.rank_here(AioIncoming(request))]
 
     def _ranks(self, engine: str) -> Collection[int] | None:
         known = self.core.capabilities.get(engine)

@@ -110,9 +110,7 @@ async def test_h2_idle_keepalive_closed_by_server() -> None:
         assert stub.connections == 1
         upstream = world.upstreams.get("a")
         assert upstream is not None
-        connector = upstream.session.connector
-        assert connector is not None
-        await until(lambda: not connector._conns)
+        await until(lambda: not upstream.idle_connections)
         await world.post(BODY)
         assert stub.connections == 2
 

@@ -218,9 +218,7 @@ def came(it: World, name: str) -> bool:
     """Whether a pooled connection holds what nobody has asked for."""
     upstream = it.upstreams.get(name)
     assert upstream is not None
-    assert upstream.session.connector is not None
-    pooled = upstream.session.connector._conns.values()
-    return any(protocol.should_close for each in pooled for protocol, _ in each)
+    return upstream.idle_connections == 0
 
 
 STRAY = {"choices": [{"index": 0, "text": "somebody else's", "finish_reason": "length"}]}

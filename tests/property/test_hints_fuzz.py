@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
+from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.errors import ApiError
 from gateway.sidecar.allow import parse_entry
 from gateway.sidecar.endpoint import Endpoint, parse_endpoint
@@ -33,7 +34,9 @@ def test_any_headers_are_hints_or_refused(headers: list[tuple[str, str]], size: 
     pod = Pod("http://127.0.0.1:8200", size, lambda: [8000 + rank for rank in range(size)])
     reader = HintReader(targets, CollectorRegistry(), random.Random(1), pod=pod, ranks=lambda engine: [0])
     transport = Mock(get_extra_info=lambda name, default=None: ("10.0.0.5", 8000))
-    request = make_mocked_request("POST", "/v1/completions", headers=CIMultiDict(headers), transport=transport)
+    request = AioIncoming(
+        make_mocked_request("POST", "/v1/completions", headers=CIMultiDict(headers), transport=transport)
+    )
     status, hints = 200, NO_HINTS
     try:
         hints = reader.read(request)

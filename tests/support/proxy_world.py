@@ -21,8 +21,9 @@ from gateway.engine.health import Health
 from gateway.handoff.assembly import assemble
 from gateway.proxy.access import AccessLog
 from gateway.proxy.parts import Parts
-from gateway.proxy.server import DataPlane, HttpServer
-from gateway.proxy.upstream import PoolSettings, UpstreamPool
+from gateway.proxy.peer import PoolSettings
+from gateway.proxy.server import DataPlane
+from gateway.proxy.upstream import UpstreamPool
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import NO_HINTS
@@ -220,7 +221,7 @@ class World:
         for name, url in self._workers.items():
             self.add(name, url)
         self.plane = DataPlane(self.parts, max_concurrency=concurrency)
-        self.server = HttpServer(self.plane.handle, "127.0.0.1", 0)
+        self.server = self.plane.listener(self._settings.http, "127.0.0.1", 0)
         await self.server.start()
         self.http = aiohttp.ClientSession(auto_decompress=False)
         return self

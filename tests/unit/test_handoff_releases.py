@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.handoff import releases as module
 from gateway.handoff.releases import Releases
-from gateway.proxy.upstream import PoolSettings, UpstreamPool
+from gateway.proxy.peer import PoolSettings
+from gateway.proxy.upstream import UpstreamPool
 from tests.support.proxy_world import Call, Stub, until
 
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "r1", "remote_block_ids": [[1, 2]], "unknown": 2**70}

@@ -7,11 +7,12 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from aiohttp.web import BaseRequest
 from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
+from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.errors import ApiError
+from gateway.proxy.incoming import Sender
 from gateway.sidecar.hints import NO_HINTS, HintReader, Hints, no_hints, read_plan
 from gateway.sidecar.pod import Pod
 from gateway.sidecar.targets import Targets
@@ -58,10 +59,12 @@ class World:
         return self.registry.get_sample_value("warmroute_hints_total", {"header": header, "outcome": outcome}) or 0.0
 
 
-def request(*headers: tuple[str, str], port: int = 8000) -> BaseRequest:
+def request(*headers: tuple[str, str], port: int = 8000) -> Sender:
     transport = Mock()
     transport.get_extra_info = lambda name, default=None: (HERE, port) if name == "sockname" else default
-    return make_mocked_request("POST", "/v1/completions", headers=CIMultiDict(headers), transport=transport)
+    return AioIncoming(
+        make_mocked_request("POST", "/v1/completions", headers=CIMultiDict(headers), transport=transport)
+    )
 
 
 def test_without_headers_only_the_engine_is_settled() -> None:

@@ -1,0 +1,221 @@
+"""A client's connection: one request after the other, as long as they are inference; with the first that is not, it
+goes on to aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, cast
+
+from gateway.http1.head import BadHead, Head, check_beginning, parse_head
+from gateway.http1.request import RawRequest
+from gateway.proxy.errors import ApiError, log_unexpected
+from gateway.proxy.incoming import Reply
+from gateway.proxy.routes import ROUTES, Route
+
+if TYPE_CHECKING:
+    from gateway.http1.listener import Listener
+
+_log = logging.getLogger(__name__)
+_MOST_UNSENT_BYTES = 256 << 10
+"""Above, an answer's next piece waits."""
+_MOST_AHEAD_BYTES = 64 << 10
+"""Of what a client sends before it has its answer; then it is not read any more until it has."""
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+        self._listener = listener
+        self._loop = loop
+        self.transport: asyncio.Transport
+        self.remote: str | None = None
+        self.is_lost = False
+        self.room: asyncio.Future[None] | None = None
+        """Set while the client takes too little."""
+        self.task: asyncio.Task[None] | None = None
+        self._request: RawRequest | None = None
+        self._more: asyncio.Future[None] | None = None
+        self._ahead: bytes | bytearray = b""
+        """Received and not looked at."""
+        self._checked = 0
+        self._is_held = False
+        self._is_ending = False
+
+    # ---- called by the transport -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are none by name.
+        self.transport.set_write_buffer_limits(high=_MOST_UNSENT_BYTES)
+        address = transport.get_extra_info("peername")
+        self.remote = str(address[0]) if isinstance(address, tuple) else None
+        self._listener.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        request = self._request
+        if request is not None:
+            if not request.is_read:
+                data = request.feed(data)
+                self._wake()
+            if data:
+                self._ahead = self._ahead + data if self._ahead else data
+                if len(self._ahead) > _MOST_AHEAD_BYTES and not self._is_held:
+                    self._is_held = True
+                    self.transport.pause_reading()
+            return
+        if self._is_ending:
+            return
+        if not self._ahead:
+            self._listener.begins(self)
+            self._ahead = data
+        elif isinstance(self._ahead, bytearray):
+            self._ahead += data
+        else:
+            self._ahead = bytearray(self._ahead) + data
+        self._next()
+
+    def eof_received(self) -> None:
+        """A client that has left and one that only sends no more look the same. Returning closes the transport."""
+        if self._request is not None:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+        self._listener.closed(self)
+        if self.task is not None:
+            self.task.cancel()
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        self.room = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        room, self.room = self.room, None
+        if room is not None and not room.done():
+            room.set_result(None)
+
+    # ---- for its request ---------------------------------------------------------------------------------------------
+
+    async def more(self) -> None:
+        """Until something has come."""
+        self._more = self._loop.create_future()
+        try:
+            await self._more
+        finally:
+            self._more = None
+
+    def would_wait(self, n_bytes: int) -> bool:
+        return not self.is_lost and self.transport.get_write_buffer_size() + n_bytes > _MOST_UNSENT_BYTES
+
+    async def has_room(self) -> None:
+        """Until the client takes what it is sent. Raises ConnectionResetError when it is gone."""
+        while self.room is not None:
+            await asyncio.shield(self.room)
+        if self.is_lost:
+            raise ConnectionResetError("the client is gone")
+
+    # ---- one after the other -----------------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        """Serve the request that has come, if its head has."""
+        data = self._ahead
+        if data[:2] == b"\r\n":  # RFC 9112, 2.2: after a body, from clients of long ago.
+            data = data.lstrip(b"\r\n") if len(data) > 2 else b""
+            self._ahead, self._checked = data, 0
+            if not data:
+                return
+        try:
+            end = data.find(b"\r\n\r\n", max(0, self._checked - 3))
+            if end < 0:
+                check_beginning(data, self._checked)
+                self._checked = len(data)
+                self._listener.waits_for_head(self)
+                return
+            if isinstance(data, bytearray):
+                data = bytes(data)
+            head = parse_head(data[:end])
+        except BadHead as exc:
+            self._refuse(exc)
+            return
+        route = ROUTES.get(head.target.partition("?")[0])
+        if route is None:
+            self._hand_over(data)
+            return
+        self._listener.has_head(self)
+        self._checked = 0
+        self._start(head, route, data[end + 4 :])
+
+    def _start(self, head: Head, route: Route, rest: bytes) -> None:
+        request = self._request = RawRequest(self, head)
+        if rest and not request.is_read:
+            rest = request.feed(rest)
+        self._ahead = rest
+        self.task = self._loop.create_task(self._serve(request, route, head.target))
+
+    async def _serve(self, request: RawRequest, route: Route, target: str) -> None:
+        try:
+            reply = await self._listener.serve(request, route, target)
+            if reply is not None:
+                request.send(reply)
+        except ConnectionError:
+            pass  # `is_answered` tells.
+        except Exception as exc:
+            log_unexpected(_log, "unexpected; the connection is given up", exc)
+        finally:
+            self._request = self.task = None
+            self._served(request)
+
+    def _served(self, request: RawRequest) -> None:
+        if self.is_lost:
+            return
+        if not request.is_answered:
+            if not self.transport.is_closing():
+                self.transport.abort()
+            return
+        if request.closes or not request.is_read:
+            self._end(unread=not request.is_read or bool(self._ahead))
+            return
+        self._listener.idles(self)
+        if self._is_held:
+            self._is_held = False
+            self.transport.resume_reading()
+        if self._ahead:
+            self._listener.begins(self)
+            self._next()
+
+    def _hand_over(self, data: bytes) -> None:
+        self._listener.closed(self)
+        self._is_ending = True
+        protocol = self._listener.pages()
+        self.transport.set_protocol(protocol)
+        protocol.connection_made(self.transport)
+        protocol.data_received(data)
+
+    def _refuse(self, why: BadHead) -> None:
+        _log.info("a malformed request from %s was refused (%s)", self.remote, why)
+        self._listener.has_head(self)
+        reply = Reply.of(ApiError(why.status, "The request is not valid HTTP.", code="malformed_request"))
+        reply.close = True
+        request = RawRequest(self, Head("", "", 1, [], 0, keep_alive=False, expects=False))
+        request.send(reply)
+        self._end(unread=True)
+
+    def _end(self, *, unread: bool) -> None:
+        """Close. Where the client may still be sending, its bytes are taken for a moment: a reset, which is what they
+        would meet, takes the answer from it.
+        """
+        self._is_ending = True
+        self._ahead = b""
+        if not unread:
+            self.transport.close()
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        if self._is_held:
+            self._is_held = False
+            self.transport.resume_reading()
+        self._listener.lingers(self)
+
+    def _wake(self) -> None:
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)

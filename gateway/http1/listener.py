@@ -1,0 +1,121 @@
+"""One listening address of the data plane. It stands where `HttpServer` stands with `gateway.http: aiohttp`."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from gateway.http1.connection import Connection
+from gateway.http1.expiry import Expiry
+from gateway.http1.request import RawRequest
+from gateway.proxy.connection import CLIENT_KEEPALIVE_S, LINGER_S
+from gateway.proxy.incoming import Incoming, Reply
+from gateway.proxy.routes import Route
+
+Serve = Callable[[Incoming, Route, str], Awaitable[Reply | None]]
+
+_BACKLOG = 4096
+_HEAD_S = 30.0
+"""Longest wait for the rest of a head."""
+_CUT_S = 0.5
+
+
+class Listener:
+    """`serve` answers requests for what is in `ROUTES`; `pages` makes aiohttp's protocol for a connection that brings
+    another one.
+    """
+
+    def __init__(
+        self,
+        serve: Serve,
+        pages: web.Server,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._serve = serve
+        self._pages = pages
+        self.host = host
+        self.port = port
+        self._tls = tls
+        self._server: asyncio.Server | None = None
+        self._connections: set[Connection] = set()
+        self._idle: Expiry[Connection] = Expiry(CLIENT_KEEPALIVE_S, _drop)
+        self._heads: Expiry[Connection] = Expiry(_HEAD_S, _drop)
+        self._ending: Expiry[Connection] = Expiry(LINGER_S, _drop)
+
+    async def start(self) -> None:
+        """Raises OSError when the address is taken."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self, loop), self.host, self.port, backlog=_BACKLOG, ssl=self._tls
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
+
+    async def stop_accepting(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def close(self) -> None:
+        """Cut what still runs."""
+        await self.stop_accepting()
+        tasks = [connection.task for connection in self._connections if connection.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CUT_S)
+        for connection in list(self._connections):
+            connection.transport.abort()
+        for expiry in (self._idle, self._heads, self._ending):
+            expiry.close()
+        await self._pages.shutdown(_CUT_S)
+
+    def __len__(self) -> int:
+        """Connections that are open and not aiohttp's."""
+        return len(self._connections)
+
+    # ---- called by connections ---------------------------------------------------------------------------------------
+
+    async def serve(self, request: RawRequest, route: Route, target: str) -> Reply | None:
+        return await self._serve(request, route, target)
+
+    def pages(self) -> web.RequestHandler:
+        return self._pages()
+
+    def opened(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        self._idle.add(connection)
+
+    def begins(self, connection: Connection) -> None:
+        self._idle.discard(connection)
+
+    def waits_for_head(self, connection: Connection) -> None:
+        self._heads.add_once(connection)
+
+    def has_head(self, connection: Connection) -> None:
+        self._heads.discard(connection)
+
+    def idles(self, connection: Connection) -> None:
+        self._idle.add(connection)
+
+    def lingers(self, connection: Connection) -> None:
+        self._ending.add(connection)
+
+    def closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._idle.discard(connection)
+        self._heads.discard(connection)
+        self._ending.discard(connection)
+
+
+def _drop(connection: Connection) -> None:
+    connection.transport.abort()
