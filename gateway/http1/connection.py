@@ -209,6 +209,8 @@ class Connection(asyncio.Protocol):
         if not unread:
             self.transport.close()
             return
+        if self.transport.is_closing():
+            return
         if self.transport.can_write_eof():
             self.transport.write_eof()
         if self._is_held:

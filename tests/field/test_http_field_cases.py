@@ -8,6 +8,8 @@ import pytest
 from gateway.proxy.relay import Answer
 from tests.support.proxy_world import Call, Stub, World, raw_request, until
 
+pytestmark = pytest.mark.usefixtures("http_plane")
+
 BODY = {"model": "m", "prompt": [1] * 32, "stream": True}
 RAW = json.dumps(BODY).encode()
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.proxy_world import Call, Stub, World, raw_request, until
 
+pytestmark = pytest.mark.usefixtures("http_plane")
+
 
 def misbehaving(rng: random.Random) -> Stub:
     async def script(call: Call) -> None:

@@ -11,6 +11,8 @@ import pytest
 from gateway.engine.health import State
 from tests.support.proxy_world import Call, Stub, World, raw_request, until
 
+pytestmark = pytest.mark.usefixtures("http_plane")
+
 BODY = {"model": "m", "prompt": "hi"}
 
 

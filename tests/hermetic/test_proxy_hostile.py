@@ -14,6 +14,8 @@ from gateway.proxy import relay
 from scorer.types import Role
 from tests.support.proxy_world import Call, Stub, World, raw_request, until
 
+pytestmark = pytest.mark.usefixtures("http_plane")
+
 BODY = {"model": "m", "prompt": "hi"}
 
 

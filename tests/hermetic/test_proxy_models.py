@@ -9,6 +9,8 @@ import pytest
 from gateway.proxy.models import PATH, ModelList
 from tests.support.proxy_world import Call, Script, Stub, World
 
+pytestmark = pytest.mark.usefixtures("http_plane")
+
 
 def cards(*names: str, **fields: object) -> Script:
     async def script(call: Call) -> None:

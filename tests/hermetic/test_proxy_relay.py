@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.proxy_world import Call, Stub, World, raw_request
 
+pytestmark = pytest.mark.usefixtures("http_plane")
+
 BODY = b'{"model":"m","prompt":"hi"}'
 EVENTS = [
     b'data: {"choices":[{"text":"h\xc3\xa4"}]}\n\n',

@@ -21,7 +21,7 @@ from gateway.engine.health import Health
 from gateway.handoff.assembly import assemble
 from gateway.proxy.access import AccessLog
 from gateway.proxy.parts import Parts
-from gateway.proxy.peer import PoolSettings
+from gateway.proxy.peer import Http, PoolSettings
 from gateway.proxy.server import DataPlane
 from gateway.proxy.upstream import UpstreamPool
 from gateway.record.recorder import Recorder
@@ -32,6 +32,9 @@ from indexer import PrefixIndex
 from scorer.fleet import Fleet
 from scorer.planner import Planner
 from scorer.types import ChangeKind, EngineStats, Role, WorkerChange
+
+HTTP: Http = "fast"
+"""How worlds speak HTTP that are not told (see tests/support/planes.py)."""
 
 Script = Callable[["Call"], Awaitable[None]]
 
@@ -59,6 +62,8 @@ class Call:
         return next((v for n, v in self.headers if n.lower() == name.lower()), None)
 
     async def send(self, data: bytes) -> None:
+        if self.writer.transport.is_closing():  # uvloop's would raise RuntimeError.
+            raise ConnectionResetError
         self.writer.write(data)
         await self.writer.drain()
 
@@ -160,6 +165,7 @@ class World:
         pool_idle_s: float = 4.0,
         request_timeout_s: float = 30.0,
         response_headers: bool = True,
+        http: Http | None = None,
         pd: PdConfig | None = None,
         roles: dict[str, Role] | None = None,
     ) -> None:
@@ -176,7 +182,10 @@ class World:
         self.hits = HitBook()
         self.log = io.StringIO()
         self._settings = PoolSettings(
-            connect_timeout_s=1.0, pool_idle_s=pool_idle_s, request_timeout_s=request_timeout_s
+            connect_timeout_s=1.0,
+            pool_idle_s=pool_idle_s,
+            request_timeout_s=request_timeout_s,
+            http=http or HTTP,
         )
         self._workers = workers
         self._roles = roles or {}
