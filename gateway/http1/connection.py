@@ -36,10 +36,10 @@ class Connection(asyncio.Protocol):
         self.task: asyncio.Task[None] | None = None
         self._request: RawRequest | None = None
         self._more: asyncio.Future[None] | None = None
-        self._ahead: bytes | bytearray = b""
+        self.ahead: bytes | bytearray = b""
         """Received and not looked at."""
         self._checked = 0
-        self._is_held = False
+        self.is_held = False
         self._is_ending = False
 
     # ---- called by the transport -------------------------------------------------------------------------------------
@@ -58,20 +58,20 @@ class Connection(asyncio.Protocol):
                 data = request.feed(data)
                 self._wake()
             if data:
-                self._ahead = self._ahead + data if self._ahead else data
-                if len(self._ahead) > _MOST_AHEAD_BYTES and not self._is_held:
-                    self._is_held = True
+                self.ahead = self.ahead + data if self.ahead else data
+                if len(self.ahead) > _MOST_AHEAD_BYTES and not self.is_held:
+                    self.is_held = True
                     self.transport.pause_reading()
             return
         if self._is_ending:
             return
-        if not self._ahead:
+        if not self.ahead:
             self._listener.begins(self)
-            self._ahead = data
-        elif isinstance(self._ahead, bytearray):
-            self._ahead += data
+            self.ahead = data
+        elif isinstance(self.ahead, bytearray):
+            self.ahead += data
         else:
-            self._ahead = bytearray(self._ahead) + data
+            self.ahead = bytearray(self.ahead) + data
         self._next()
 
     def eof_received(self) -> None:
@@ -118,10 +118,10 @@ class Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         """Serve the request that has come, if its head has."""
-        data = self._ahead
+        data = self.ahead
         if data[:2] == b"\r\n":  # RFC 9112, 2.2: after a body, from clients of long ago.
             data = data.lstrip(b"\r\n") if len(data) > 2 else b""
-            self._ahead, self._checked = data, 0
+            self.ahead, self._checked = data, 0
             if not data:
                 return
         try:
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
         request = self._request = RawRequest(self, head)
         if rest and not request.is_read:
             rest = request.feed(rest)
-        self._ahead = rest
+        self.ahead = rest
         self.task = self._loop.create_task(self._serve(request, route, head.target))
 
     async def _serve(self, request: RawRequest, route: Route, target: str) -> None:
@@ -173,13 +173,13 @@ class Connection(asyncio.Protocol):
                 self.transport.abort()
             return
         if request.closes or not request.is_read:
-            self._end(unread=not request.is_read or bool(self._ahead))
+            self._end(unread=not request.is_read or bool(self.ahead))
             return
         self._listener.idles(self)
-        if self._is_held:
-            self._is_held = False
+        if self.is_held:
+            self.is_held = False
             self.transport.resume_reading()
-        if self._ahead:
+        if self.ahead:
             self._listener.begins(self)
             self._next()
 
@@ -205,7 +205,7 @@ class Connection(asyncio.Protocol):
         would meet, takes the answer from it.
         """
         self._is_ending = True
-        self._ahead = b""
+        self.ahead = b""
         if not unread:
             self.transport.close()
             return
@@ -213,8 +213,8 @@ class Connection(asyncio.Protocol):
             return
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        if self._is_held:
-            self._is_held = False
+        if self.is_held:
+            self.is_held = False
             self.transport.resume_reading()
         self._listener.lingers(self)
 

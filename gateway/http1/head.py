@@ -14,7 +14,7 @@ MOST_HEADERS = 128
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _LINE = re.compile(rb"(%b) ([!-\"$-~]++) HTTP/1\.([01])" % _TOKEN)
-_OTHER_VERSION = re.compile(rb"%b [!-~]++ HTTP/[0-9]\.[0-9]" % _TOKEN)
+_OTHER_VERSION = re.compile(rb"%b [!-~]++ HTTP/(?!1\.[01])[0-9]\.[0-9]" % _TOKEN)
 _ROWS = re.compile(rb"(?:\r\n%b:[\t -~\x80-\xff]*+)*+" % _TOKEN)
 _BEGINNING = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}(?: [!-~]*+(?: [ -~]*+)?)?\r?\Z")
 _ABSOLUTE = re.compile(r"https?://[^/?#@]++(/.*+)", re.IGNORECASE)

@@ -42,7 +42,8 @@ class Listener:
         self.port = port
         self._tls = tls
         self._server: asyncio.Server | None = None
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
+        """Those that are open and not aiohttp's."""
         self._idle: Expiry[Connection] = Expiry(CLIENT_KEEPALIVE_S, _drop)
         self._heads: Expiry[Connection] = Expiry(_HEAD_S, _drop)
         self._ending: Expiry[Connection] = Expiry(LINGER_S, _drop)
@@ -68,20 +69,16 @@ class Listener:
     async def close(self) -> None:
         """Cut what still runs."""
         await self.stop_accepting()
-        tasks = [connection.task for connection in self._connections if connection.task is not None]
+        tasks = [connection.task for connection in self.connections if connection.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CUT_S)
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.transport.abort()
         for expiry in (self._idle, self._heads, self._ending):
             expiry.close()
         await self._pages.shutdown(_CUT_S)
-
-    def __len__(self) -> int:
-        """Connections that are open and not aiohttp's."""
-        return len(self._connections)
 
     # ---- called by connections ---------------------------------------------------------------------------------------
 
@@ -92,7 +89,7 @@ class Listener:
         return self._pages()
 
     def opened(self, connection: Connection) -> None:
-        self._connections.add(connection)
+        self.connections.add(connection)
         self._idle.add(connection)
 
     def begins(self, connection: Connection) -> None:
@@ -111,7 +108,7 @@ class Listener:
         self._ending.add(connection)
 
     def closed(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         self._idle.discard(connection)
         self._heads.discard(connection)
         self._ending.discard(connection)

@@ -126,7 +126,7 @@ async def test_drain_lets_running_requests_end_and_takes_no_new_connections() ->
             world.plane.draining = True
             await world.server.stop_accepting()
             drained = asyncio.create_task(world.plane.drain(10))
-            with pytest.raises(OSError, match="refused|Connect call failed"):
+            with pytest.raises(OSError, match=r"refused|Connect call failed"):
                 await world.connect()
             idle_writer.write(raw_request(json.dumps(BODY).encode()))
             assert b"connection: close" in (await idle_reader.readuntil(b"\r\n\r\n")).lower()
