@@ -64,6 +64,8 @@ class HandoffMetrics:
         self._releases = Counter(
             "warmroute_pd_releases", "Attempts to give back KV nobody will fetch.", ("outcome",), registry=registry
         )
+        self._decided: dict[tuple[str, PdReason], Counter] = {}
+        self._ended: dict[tuple[str, str, str], Counter] = {}
         self._pairs: dict[tuple[str, str], set[str]] = {}
         self._prefills: set[str] = set()
         for outcome in ("ok", "failed", "dropped"):
@@ -77,10 +79,16 @@ class HandoffMetrics:
 
     def decided(self, choice: str, reason: PdReason) -> None:
         """`choice` as in `Plan.choice`."""
-        self._decisions.labels(choice, reason.value).inc()
+        child = self._decided.get((choice, reason))
+        if child is None:
+            child = self._decided[choice, reason] = self._decisions.labels(choice, reason.value)
+        child.inc()
 
     def stage(self, choice: str, *, stage: str, outcome: str) -> None:
-        self._stages.labels(choice, stage, outcome).inc()
+        child = self._ended.get((choice, stage, outcome))
+        if child is None:
+            child = self._ended[choice, stage, outcome] = self._stages.labels(choice, stage, outcome)
+        child.inc()
 
     def prefilled(self, prefill: str, wait_s: float, compute_s: float) -> None:
         self._prefills.add(prefill)

@@ -12,13 +12,14 @@ T = TypeVar("T")
 class Expiry(Generic[T]):
     """Calls `expire(item)` `after_s` after it was added, unless it was taken out before."""
 
-    __slots__ = ("_after_s", "_due_s", "_expire", "_timer")
+    __slots__ = ("_after_s", "_due_s", "_expire", "_loop", "_timer")
 
     def __init__(self, after_s: float, expire: Callable[[T], None]) -> None:
         self._after_s = after_s
         self._expire = expire
         self._due_s: dict[T, float] = {}
         """The oldest first."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -26,7 +27,9 @@ class Expiry(Generic[T]):
 
     def add(self, item: T) -> None:
         """Its time begins anew if it is here already."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
         self._due_s.pop(item, None)
         due_s = self._due_s[item] = loop.time() + self._after_s
         if self._timer is None:

@@ -10,7 +10,6 @@ from aiohttp import web
 
 from gateway.http1.connection import Connection
 from gateway.http1.expiry import Expiry
-from gateway.http1.request import RawRequest
 from gateway.proxy.connection import CLIENT_KEEPALIVE_S, LINGER_S
 from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.routes import Route
@@ -36,7 +35,7 @@ class Listener:
         port: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._serve = serve
+        self.serve = serve
         self._pages = pages
         self.host = host
         self.port = port
@@ -81,9 +80,6 @@ class Listener:
         await self._pages.shutdown(_CUT_S)
 
     # ---- called by connections ---------------------------------------------------------------------------------------
-
-    async def serve(self, request: RawRequest, route: Route, target: str) -> Reply | None:
-        return await self._serve(request, route, target)
 
     def pages(self) -> web.RequestHandler:
         return self._pages()

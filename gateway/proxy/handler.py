@@ -26,7 +26,7 @@ from gateway.proxy.access import Record
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
-from gateway.proxy.headers import LEG_HEADER, OUTCOME_HEADER, request_headers, response_headers
+from gateway.proxy.headers import OUTCOME_HEADER, is_leg, request_headers, response_headers
 from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.parts import Draining, Parts
 from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
@@ -153,7 +153,7 @@ class Exchange:
         began_s = time.monotonic()
         hints = self._parts.hints(self.request)
         facts = _with_hints(await self._facts(body), hints)
-        if facts.keep_local is None and LEG_HEADER in self.request.headers:
+        if facts.keep_local is None and is_leg(self.request.raw_headers):
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
         dispatch.plan(facts)
         self._plan_id = hints.plan_id
@@ -231,7 +231,9 @@ class Exchange:
         record = self.record
         if not self._parts.response_headers or record.choice is None:
             return
-        shown_id = quote(self._plan_id or record.request_id, safe=_SAFE_IN_OUTCOME)
+        shown_id = self._plan_id or record.request_id
+        if not shown_id.isalnum() or not shown_id.isascii():
+            shown_id = quote(shown_id, safe=_SAFE_IN_OUTCOME)
         parts = [f"id={shown_id}", f"choice={record.choice}", f"reason={record.pd_reason}"]
         if record.prefill is not None:
             parts.append(f"prefiller={record.prefill}")

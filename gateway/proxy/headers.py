@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from multidict import CIMultiDict
 
@@ -53,17 +52,14 @@ _STEERING = frozenset(
 _REQUEST = _HOP_BY_HOP | _STEERING | {b"host", b"content-length", b"expect"}
 
 
+_LEG = LEG_HEADER.encode()
 _REQUEST_ID = "X-Request-Id"
 _MOST_NAMES = 1024
 _LONGEST_KEPT_BYTES = 64
 
 
-class _Name(NamedTuple):
-    text: str
-    lower: bytes
-    passes_up: bool
-    passes_down: bool
-
+_Name = tuple[str, bytes, bool, bool]
+"""(as text, in lower case, whether it passes to a worker, whether it passes to a client)"""
 
 _names: dict[bytes, _Name] = {}
 """Names seen so far: the same few come with every message."""
@@ -71,7 +67,7 @@ _names: dict[bytes, _Name] = {}
 
 def _name(raw: bytes) -> _Name:
     lower = raw.lower()
-    name = _Name(_text(raw), lower, lower not in _REQUEST, lower not in _HOP_BY_HOP)
+    name = _text(raw), lower, lower not in _REQUEST, lower not in _HOP_BY_HOP
     if len(_names) < _MOST_NAMES and len(raw) <= _LONGEST_KEPT_BYTES:
         _names[raw] = name
     return name
@@ -82,15 +78,16 @@ def _text(value: bytes) -> str:
 
 
 def _passing(raw: RawHeaders, up: bool) -> CIMultiDict[str]:
-    out: CIMultiDict[str] = CIMultiDict()
+    pairs: list[tuple[str, str]] = []
     spelled: dict[bytes, str] = {}  # aiohttp keeps repeated headers only if they are spelled alike.
     named: list[bytes] = []
     for raw_name, value in raw:
-        name = _names.get(raw_name) or _name(raw_name)
-        if name.passes_up if up else name.passes_down:
-            out.add(spelled.setdefault(name.lower, name.text), _text(value))
-        elif name.lower == b"connection":
+        text, lower, passes_up, passes_down = _names.get(raw_name) or _name(raw_name)
+        if passes_up if up else passes_down:
+            pairs.append((spelled.setdefault(lower, text), value.decode("utf-8", "surrogateescape")))
+        elif lower == b"connection":
             named += value.split(b",")
+    out = CIMultiDict(pairs)
     for token in named:
         out.popall(_text(token.strip()), None)
     return out
@@ -105,6 +102,11 @@ def request_headers(raw: RawHeaders) -> CIMultiDict[str]:
     if len(ids) > 1:
         headers[_REQUEST_ID] = next(filter(None, ids), "")
     return headers
+
+
+def is_leg(raw: RawHeaders) -> bool:
+    """Whether a face of ours sent these."""
+    return any(len(name) == len(_LEG) and name.lower() == _LEG for name, _ in raw)
 
 
 def response_headers(raw: RawHeaders) -> CIMultiDict[str]:

@@ -14,6 +14,8 @@ import msgspec
 
 TAIL_BYTES = 32 << 10
 _USAGE = re.compile(rb'"usage"\s*:\s*(?=\{)')
+_SHALLOW = re.compile(rb"\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}")
+"""An object that holds objects, but these none: as all usages of today."""
 
 
 class _Details(msgspec.Struct):
@@ -83,6 +85,9 @@ class UsageTail:
 
 def _object_end(data: bytes, start: int) -> int | None:
     """Past the brace that closes the one at `start`. Usage objects hold numbers only, so braces are all there is."""
+    shallow = _SHALLOW.match(data, start, start + 4096)
+    if shallow is not None:
+        return shallow.end()
     depth = 0
     for brace in re.finditer(rb"[{}]", data[start : start + 4096]):
         depth += 1 if brace.group() == b"{" else -1
