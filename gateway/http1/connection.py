@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import TYPE_CHECKING, cast
 
 from gateway.http1.head import BadHead, Head, check_beginning, parse_head
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MOST_UNSENT_BYTES = 256 << 10
 """Above, an answer's next piece waits."""
+_MAY_WAIT_ABOVE_BYTES = _MOST_UNSENT_BYTES // 2
+"""A head and the framing come on top."""
 _MOST_AHEAD_BYTES = 64 << 10
 """Of what a client sends before it has its answer; then it is not read any more until it has."""
+
+
+_EMPTY_LINES = re.compile(rb"(?:\r\n)*+")
 
 
 class Connection(asyncio.Protocol):
@@ -105,7 +111,7 @@ class Connection(asyncio.Protocol):
             self._more = None
 
     def would_wait(self, n_bytes: int) -> bool:
-        return not self.is_lost and self.transport.get_write_buffer_size() + n_bytes > _MOST_UNSENT_BYTES
+        return not self.is_lost and self.transport.get_write_buffer_size() + n_bytes > _MAY_WAIT_ABOVE_BYTES
 
     async def has_room(self) -> None:
         """Until the client takes what it is sent. Raises ConnectionResetError when it is gone."""
@@ -119,10 +125,11 @@ class Connection(asyncio.Protocol):
     def _next(self) -> None:
         """Serve the request that has come, if its head has."""
         data = self.ahead
-        if data[:2] == b"\r\n":  # RFC 9112, 2.2: after a body, from clients of long ago.
-            data = data.lstrip(b"\r\n") if len(data) > 2 else b""
+        if data[:1] == b"\r":  # RFC 9112, 2.2: empty lines after a body, from clients of long ago.
+            data = data[_end_of_empty_lines(data) :]
             self.ahead, self._checked = data, 0
-            if not data:
+            if not data or data == b"\r":
+                self._listener.waits_for_head(self)
                 return
         try:
             end = data.find(b"\r\n\r\n", max(0, self._checked - 3))
@@ -221,3 +228,8 @@ class Connection(asyncio.Protocol):
     def _wake(self) -> None:
         if self._more is not None and not self._more.done():
             self._more.set_result(None)
+
+
+def _end_of_empty_lines(data: bytes | bytearray) -> int:
+    found = _EMPTY_LINES.match(data)
+    return 0 if found is None else found.end()

@@ -132,6 +132,8 @@ class RawRequest:
     def _begin(self, status: int, reason: str, headers: CIMultiDict[str], *, close: bool) -> None:
         if close:
             self.closes = True
+        if status == 204:
+            headers.popall("Content-Length", None)
         rows = [f"{name}: {value}\r\n" for name, value in headers.items()]
         if status in _BODYLESS or self.method == "HEAD":
             self._left = 0

@@ -119,6 +119,7 @@ class RawUpstream(Upstream):
         except TimeoutError:
             raise NoConnection("no connection in time") from None
         except OSError as exc:
+            self._addresses.clear()  # It may be elsewhere by now.
             raise NoConnection(str(exc), refused=exc.errno == errno.ECONNREFUSED) from exc
         self._wires.add(wire)
         return wire

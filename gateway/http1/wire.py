@@ -237,7 +237,7 @@ class Wire(asyncio.Protocol):
         self._transport.abort()
 
     def _over(self) -> None:
-        self._answer = None
+        self._answer = self._asked = None
         self._whole = True
         self._pieces.clear()
         if self._sender is not None:

@@ -277,3 +277,26 @@ def test_a_second_answer_is_not_kept_for_the_next_request() -> None:
             assert worker.transport.is_closed
 
     asyncio.run(run())
+
+
+def test_empty_lines_before_a_request_in_any_pieces() -> None:
+    async def run() -> None:
+        for data in (b"\r\n", b"\r\n\r\n\r\n"):
+            client = Client()
+            for byte in data:
+                client.send(bytes([byte]))
+            client.send(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
+            await turns()
+            assert client.answers() == [(200, ["POST", "/tokenize", ""])]
+            client.leave()
+            await turns()
+            await client.listener.close()
+        for data in (b"\n", b"\r\n\n", b"\rP"):
+            client = Client()
+            client.send(data)
+            assert client.transport.written.startswith(b"HTTP/1.1 400")
+            client.leave()
+            await turns()
+            await client.listener.close()
+
+    asyncio.run(run())
