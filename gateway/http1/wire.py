@@ -32,6 +32,7 @@ class Wire(asyncio.Protocol):
         self._sender: asyncio.Task[None] | None = None
         self._asked: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
+        self._is_held = False
         self._whole = True
         """The request has been written to its end."""
         self._no_body = False
@@ -91,11 +92,15 @@ class Wire(asyncio.Protocol):
         return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     def hold(self) -> None:
+        """Read no more for now."""
+        self._is_held = True
         self._transport.pause_reading()
 
     def go_on(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self._is_held:
+            self._is_held = False
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
 
     def cut(self) -> None:
         """Nobody waits for the answer any more."""
@@ -237,6 +242,7 @@ class Wire(asyncio.Protocol):
         self._transport.abort()
 
     def _over(self) -> None:
+        self.go_on()  # Whoever did not take it all will not say so any more.
         self._answer = self._asked = None
         self._whole = True
         self._pieces.clear()

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import random
+import ssl
 from collections.abc import AsyncIterator
 
 import pytest
+import trustme
 
 from gateway.http1 import listener
 from gateway.http1.listener import Listener
@@ -104,7 +106,7 @@ async def test_who_sends_far_ahead_is_not_read_for_a_while(stub: Stub) -> None:
 
 
 async def test_pages_and_prompts_on_one_connection(world: World) -> None:
-    world.plane.pages = {"/x": lambda request: _page(request)}
+    world.plane.pages = {"/x": _page}  # type: ignore[dict-item]
     reader, writer = await world.connect()
     page = raw_request(b"", line="GET /x HTTP/1.1")
     for requests, statuses in (
@@ -351,3 +353,43 @@ async def test_a_worker_by_name_and_by_ipv6_address() -> None:
     async with server, World({"a": f"http://[::1]:{port}"}) as world:
         _, body, _ = await world.post(BODY)
         assert json.loads(body) == {"host": f"[::1]:{port}"}
+
+
+async def test_tls_at_both_ends(world: World) -> None:
+    """Large bodies both ways, pages between, and a client that leaves."""
+    large = b"y" * (2 << 20)
+
+    async def answers_largely(call: Call) -> None:
+        if call.body.startswith(b'{"wait"'):
+            await call.begin_stream()
+            await call.chunk(b"data: 1\n\n")
+            await call.wait_hang_up()
+        else:
+            await call.ok(large + b"%d" % len(call.body))
+
+    ca = trustme.CA()
+    serving, trusting = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    ca.issue_cert("127.0.0.1").configure_cert(serving)
+    ca.configure_trust(trusting)
+    stub = Stub(answers_largely)
+    engine = await asyncio.start_server(stub._accept, "127.0.0.1", 0, ssl=serving)
+    world._settings.tls = trusting
+    world.add("a", f"https://127.0.0.1:{engine.sockets[0].getsockname()[1]}")
+    world.plane.pages = {"/x": _page}  # type: ignore[dict-item]
+    front = world.plane.listener(world._settings.http, "127.0.0.1", 0, serving)
+    await front.start()
+    raw = b'{"model":"m","prompt":"' + b"x" * (800 << 10) + b'"}'
+    async with engine:
+        for _ in range(2):
+            async with world.http.post(front.url + "/v1/completions", data=raw, ssl=trusting) as answer:
+                assert (answer.status, await answer.read()) == (200, large + b"%d" % len(raw))
+            async with world.http.get(front.url + "/x", ssl=trusting) as answer:
+                assert answer.status == 200
+        waiting = await world.http.post(
+            front.url + "/v1/completions", data=b'{"wait":1,"prompt":"x","stream":true}', ssl=trusting
+        )
+        assert await waiting.content.readany() == b"data: 1\n\n"
+        waiting.close()
+        await until(stub.calls[-1].hung_up.is_set)
+        await until(world.is_idle)
+    await front.close()

@@ -300,3 +300,21 @@ def test_empty_lines_before_a_request_in_any_pieces() -> None:
             await client.listener.close()
 
     asyncio.run(run())
+
+
+def test_an_answer_longer_than_is_held_leaves_the_connection_reading() -> None:
+    body = b"x" * (1 << 20)
+
+    async def run() -> None:
+        worker = Worker()
+        worker.wire.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:-1])
+        assert worker.transport.is_paused
+        worker.wire.data_received(body[-1:])  # Some transports have more in hand.
+        assert worker.freed == [worker.wire]
+        assert not worker.transport.is_paused
+        assert (await worker.read())[1] == body
+        worker.answer = worker.wire.ask("POST", b"POST / HTTP/1.1\r\n\r\n", b"{}", ask=False)
+        worker.wire.data_received(b"HTTP/1.1 204 No Content\r\n\r\n")
+        assert (await worker.read())[0] == 204
+
+    asyncio.run(run())
