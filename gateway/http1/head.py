@@ -30,6 +30,11 @@ _MEANT_FOR_US = {
     b"host": _HOST_NAME,
 }
 
+_MOST_NAMES = 1024
+_LONGEST_KEPT_BYTES = 64
+_kinds: dict[bytes, int] = {}
+"""Of names seen so far: the same few come with every request. 0: nothing to us."""
+
 
 class BadHead(ValueError):
     """Why there is no request; `status` is what to answer."""
@@ -96,8 +101,10 @@ def parse_head(data: bytes) -> Head:
         name, _, value = row.partition(b":")
         value = value.strip(b" \t")
         headers.append((name, value))
-        kind = _MEANT_FOR_US.get(name.lower())
+        kind = _kinds.get(name)
         if kind is None:
+            kind = _kind(name)
+        if not kind:
             continue
         if kind == _HOST_NAME:
             hosts += 1
@@ -129,3 +136,10 @@ def parse_head(data: bytes) -> Head:
         target = absolute.group(1)
     keep_alive = b"close" not in tokens if minor else b"keep-alive" in tokens and b"close" not in tokens
     return Head(method.decode("ascii"), target, minor, headers, length, keep_alive, expects)
+
+
+def _kind(name: bytes) -> int:
+    kind = _MEANT_FOR_US.get(name.lower(), 0)
+    if len(_kinds) < _MOST_NAMES and len(name) <= _LONGEST_KEPT_BYTES:
+        _kinds[name] = kind
+    return kind

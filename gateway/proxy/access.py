@@ -15,11 +15,9 @@ _MOST_LINES = 20_000
 """Kept at most while the writer is held up; later ones are dropped and counted."""
 
 
-class Record(msgspec.Struct, kw_only=True, gc=False):
+class Record(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     """No prompt text, no query string (some clients put keys there), no header but the request id."""
 
-    time: float = 0.0
-    """Unix seconds, set when it is written."""
     request_id: str
     client: str | None = None
     method: str
@@ -42,9 +40,10 @@ class Record(msgspec.Struct, kw_only=True, gc=False):
     output_tokens: int | None = None
     overhead_ms: float | None = None
     ttft_ms: float | None = None
-    duration_ms: float = 0.0
-    sent_bytes: int = 0
-    retries: int = 0
+    # By a factory, so that they are shown when they are 0.
+    duration_ms: float = msgspec.field(default_factory=float)
+    sent_bytes: int = msgspec.field(default_factory=int)
+    retries: int = msgspec.field(default_factory=int)
     cut: str | None = None
     """Why the answer did not reach its end."""
     error: str | None = None
@@ -58,7 +57,7 @@ class AccessLog:
         self.dropped = 0
         self._json = format_ == "json"
         self._stream = sys.stderr if stream is None else stream
-        self._records: list[Record] = []
+        self._records: list[tuple[float, Record]] = []
         self._flush: asyncio.Task[None] | None = None
 
     def write(self, record: Record) -> None:
@@ -67,8 +66,7 @@ class AccessLog:
         if len(self._records) >= _MOST_LINES:
             self.dropped += 1
             return
-        record.time = time.time()
-        self._records.append(record)
+        self._records.append((time.time(), record))
         if self._flush is None:
             self._flush = asyncio.get_running_loop().create_task(self._flush_later())
 
@@ -87,22 +85,26 @@ class AccessLog:
         finally:
             self._flush = None
 
-    def _take(self) -> list[Record]:
+    def _take(self) -> list[tuple[float, Record]]:
         records, self._records = self._records, []
         return records
 
-    def _write(self, records: list[Record]) -> None:
+    def _write(self, records: list[tuple[float, Record]]) -> None:
         try:
-            self._stream.write("".join(map(self._line, records)))
+            self._stream.write("".join(self._line(time_s, record) for time_s, record in records))
             self._stream.flush()
         except (OSError, ValueError):
             self.dropped += len(records)
 
-    def _line(self, record: Record) -> str:
+    def _line(self, time_s: float, record: Record) -> str:
         if self._json:
-            return msgspec.json.encode({"time": _told(record.time), **_shown(record)}).decode() + "\n"
+            try:
+                members = msgspec.json.encode(record)
+            except UnicodeEncodeError:
+                members = msgspec.json.encode(_shown(record))
+            return f'{{"time":"{_told(time_s)}",{members[1:].decode()}\n'
         fields = _shown(record)
-        head = f"{_told(record.time)} {_quoted(fields['method'])} {_quoted(fields['path'])} {record.status}"
+        head = f"{_told(time_s)} {_quoted(fields['method'])} {_quoted(fields['path'])} {record.status}"
         shown = (
             f"{name}={_quoted(value) if isinstance(value, str) else value}"
             for name, value in fields.items()
@@ -116,9 +118,9 @@ def _told(time_s: float) -> str:
 
 
 def _shown(record: Record) -> dict[str, Any]:
-    """What there is to tell, but the time."""
+    """What there is to tell."""
     fields = msgspec.structs.asdict(record)
-    return {name: _clean(value) for name, value in fields.items() if value is not None and name != "time"}
+    return {name: _clean(value) for name, value in fields.items() if value is not None}
 
 
 def _clean(value: Any) -> Any:
