@@ -9,7 +9,10 @@ import logging
 import re
 from typing import TYPE_CHECKING, cast
 
-from gateway.http1.head import BadHead, Head, check_beginning, parse_head
+from multidict import CIMultiDict
+
+from gateway.http1.head import NO_HEAD, BadHead, check_beginning
+from gateway.http1.last_head import LastHead
 from gateway.http1.request import RawRequest
 from gateway.proxy.errors import ApiError, log_unexpected
 from gateway.proxy.incoming import Reply
@@ -45,6 +48,7 @@ class Connection(asyncio.Protocol):
         self.ahead: bytes | bytearray = b""
         """Received and not looked at."""
         self._checked = 0
+        self._last = LastHead()
         self.is_held = False
         self._is_ending = False
 
@@ -140,24 +144,26 @@ class Connection(asyncio.Protocol):
                 return
             if isinstance(data, bytearray):
                 data = bytes(data)
-            head = parse_head(data[:end])
+            self._last.read(data[:end])
         except BadHead as exc:
             self._refuse(exc)
             return
-        route = ROUTES.get(head.target.partition("?")[0])
+        target = self._last.head.target
+        route = ROUTES.get(target.partition("?")[0])
         if route is None:
             self._hand_over(data)
             return
         self._listener.has_head(self)
         self._checked = 0
-        self._start(head, route, data[end + 4 :])
+        self._start(route, target, data[end + 4 :])
 
-    def _start(self, head: Head, route: Route, rest: bytes) -> None:
-        request = self._request = RawRequest(self, head)
+    def _start(self, route: Route, target: str, rest: bytes) -> None:
+        last = self._last
+        request = self._request = RawRequest(self, last.head, last.passing, is_leg=last.is_leg)
         if rest and not request.is_read:
             rest = request.feed(rest)
         self.ahead = rest
-        self.task = self._loop.create_task(self._serve(request, route, head.target))
+        self.task = self._loop.create_task(self._serve(request, route, target))
 
     async def _serve(self, request: RawRequest, route: Route, target: str) -> None:
         try:
@@ -203,7 +209,7 @@ class Connection(asyncio.Protocol):
         self._listener.has_head(self)
         reply = Reply.of(ApiError(why.status, "The request is not valid HTTP.", code="malformed_request"))
         reply.close = True
-        request = RawRequest(self, Head("", "", 1, [], 0, keep_alive=False, expects=False))
+        request = RawRequest(self, NO_HEAD, CIMultiDict(), is_leg=False)
         request.send(reply)
         self._end(unread=True)
 

@@ -57,6 +57,10 @@ class Head(NamedTuple):
     """100-continue."""
 
 
+NO_HEAD = Head("", "", 1, [], 0, keep_alive=False, expects=False)
+"""Of what is answered without having been read."""
+
+
 def check_beginning(data: bytes | bytearray, start: int) -> None:
     """For a head that is not whole yet: raises BadHead when it cannot become one. `start`: what was checked before."""
     line_end = data.find(b"\r\n", 0, LONGEST_LINE_BYTES + 2)

@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 
 from gateway.http1.chunked import BadChunk, Chunked
 from gateway.http1.head import Head
+from gateway.http1.rows import rows
 from gateway.proxy.body import collect, unreadable
 from gateway.proxy.errors import body_too_large
 from gateway.proxy.incoming import Reply
@@ -32,15 +33,19 @@ _REASONS = {
 class RawRequest:
     """An `Incoming`."""
 
-    __slots__ = ("_chunked", "_chunks_out", "_connection", "_head", "_headers", "_left", "_pending", "_pieces",
-                 "_unread_bytes", "_wrong", "closes", "is_answered", "is_read", "method", "raw_headers")  # fmt: skip
+    __slots__ = ("_chunked", "_chunks_out", "_connection", "_head", "_headers", "_left", "_passing", "_pending",
+                 "_pieces", "_unread_bytes", "_wrong", "closes", "is_answered", "is_leg", "is_read", "method",
+                 "raw_headers")  # fmt: skip
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: Connection, head: Head, passing: CIMultiDict[str], *, is_leg: bool) -> None:
+        """`passing`: those of its headers that go on to a worker."""
         self._connection = connection
         self._head = head
         self.method = head.method
         self.raw_headers: Sequence[tuple[bytes, bytes]] = head.headers
         self._headers: CIMultiDict[str] | None = None
+        self._passing = passing
+        self.is_leg = is_leg
         self._pieces: list[bytes] = []
         self._chunked = Chunked() if head.length is None else None
         self._unread_bytes = head.length or 0
@@ -64,6 +69,9 @@ class RawRequest:
                 (name.decode("ascii"), value.decode("utf-8", "surrogateescape")) for name, value in self.raw_headers
             )
         return self._headers
+
+    def passing(self) -> CIMultiDict[str]:
+        return self._passing.copy()
 
     @property
     def remote(self) -> str | None:
@@ -134,26 +142,23 @@ class RawRequest:
             self.closes = True
         if status == 204:
             headers.popall("Content-Length", None)
-        rows = [f"{name}: {value}\r\n" for name, value in headers.items()]
+        text = rows(headers)
         if status in _BODYLESS or self.method == "HEAD":
             self._left = 0
         elif (length := headers.get("Content-Length")) is not None:
             self._left = int(length)
         elif self._head.minor:
             self._chunks_out = True
-            rows.append("Transfer-Encoding: chunked\r\n")
+            text += "Transfer-Encoding: chunked\r\n"
         else:
             self.closes = True
         if "Date" not in headers:
-            rows.append(f"Date: {_date()}\r\n")
+            text += f"Date: {_date()}\r\n"
         if self.closes:
-            rows.append("Connection: close\r\n")
+            text += "Connection: close\r\n"
         elif not self._head.minor:
-            rows.append("Connection: keep-alive\r\n")
-        text = f"HTTP/1.1 {status} {reason}\r\n{''.join(rows)}\r\n"
-        if text.count("\n") != len(rows) + 2 or text.count("\r") != len(rows) + 2:
-            raise ValueError("a line end where none may be")
-        self._pending = text.encode("utf-8", "surrogateescape")
+            text += "Connection: keep-alive\r\n"
+        self._pending = f"HTTP/1.1 {status} {reason}\r\n{text}\r\n".encode("utf-8", "surrogateescape")
 
     async def write(self, piece: bytes) -> None:
         self._put(piece)

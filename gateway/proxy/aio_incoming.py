@@ -8,6 +8,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict, MultiMapping
 
 from gateway.proxy.body import read_body
+from gateway.proxy.headers import is_leg, request_headers
 from gateway.proxy.incoming import Reply
 
 _MAY_WAIT_ABOVE_BYTES = 32 << 10
@@ -49,6 +50,13 @@ class AioIncoming:
     @property
     def headers(self) -> MultiMapping[str]:
         return self._request.headers
+
+    @property
+    def is_leg(self) -> bool:
+        return is_leg(self._request.raw_headers)
+
+    def passing(self) -> CIMultiDict[str]:
+        return request_headers(self._request.raw_headers)
 
     @property
     def remote(self) -> str | None:

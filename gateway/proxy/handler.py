@@ -26,7 +26,7 @@ from gateway.proxy.access import Record
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
-from gateway.proxy.headers import OUTCOME_HEADER, is_leg, request_headers, response_headers
+from gateway.proxy.headers import OUTCOME_HEADER, response_headers
 from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.parts import Draining, Parts
 from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
@@ -74,7 +74,7 @@ class Exchange:
         self.request = request
         self.route = route
         self.target = target
-        self.headers = request_headers(request.raw_headers)
+        self.headers = request.passing()
         request_id = self.headers.get("X-Request-Id", "")
         if not request_id or len(request_id) > _LONGEST_REQUEST_ID:
             request_id = f"{_ID_PREFIX}{next(_ids):012x}"
@@ -153,7 +153,7 @@ class Exchange:
         began_s = time.monotonic()
         hints = self._parts.hints(self.request)
         facts = _with_hints(await self._facts(body), hints)
-        if facts.keep_local is None and is_leg(self.request.raw_headers):
+        if facts.keep_local is None and self.request.is_leg:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
         dispatch.plan(facts)
         self._plan_id = hints.plan_id

@@ -31,6 +31,13 @@ class Incoming(Sender, Protocol):
     @property
     def raw_headers(self) -> Sequence[tuple[bytes, bytes]]: ...
     @property
+    def is_leg(self) -> bool:
+        """Whether a face of ours has sent it to have a prompt computed."""
+
+    def passing(self) -> CIMultiDict[str]:
+        """Those of its headers that go on to a worker, to be changed at will."""
+
+    @property
     def remote(self) -> str | None:
         """The client's address."""
 

@@ -13,6 +13,8 @@ from gateway.http1.head import (
     check_beginning,
     parse_head,
 )
+from gateway.http1.last_head import LastHead
+from gateway.proxy.headers import request_headers
 
 LINE = b"POST /v1/completions HTTP/1.1"
 HOST = b"Host: a"
@@ -239,3 +241,41 @@ def test_what_is_accepted_means_the_same_to_llhttp(
     assert parser.get_http_version() == f"1.{ours.minor}"
     if not any(name.lower() == b"upgrade" for name, _ in ours.headers):
         assert parser.should_keep_alive() == ours.keep_alive
+
+
+# ---- the head before -------------------------------------------------------------------------------------------------
+
+lengths = st.sampled_from(
+    [b"0", b"7", b"12", b"012", b"12345678901234567890", b"", b"1 ", b" 1", b"+1", b"1, 1", b"\xb2"]
+)
+rows_before = st.lists(st.sampled_from([b"X-A: 1", b"Authorization: Bearer 12", b"X: content-length: 3"]), max_size=2)
+
+
+@given(
+    rows_before, rows_before, st.lists(st.tuples(lengths, st.sampled_from([b"", b"X-B: 2"])), min_size=2, max_size=5)
+)
+def test_a_head_read_by_the_one_before_it_is_the_same_head(
+    before: list[bytes], after: list[bytes], each: list[tuple[bytes, bytes]]
+) -> None:
+    last = LastHead()
+    for length, more in each:
+        data = head(*before, b"content-LENGTH: " + length, *after, *([more] if more else []))
+        try:
+            wanted = parse_head(data)
+        except BadHead:
+            with pytest.raises(BadHead):
+                last.read(data)
+            continue
+        last.read(data)
+        assert last.head == wanted
+        assert last.passing == request_headers(wanted.headers)
+
+
+def test_a_head_like_the_one_before_it_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = LastHead()
+    last.read(head(b"Content-Length: 5", b"x-warmroute-leg: prefill"))
+    monkeypatch.setattr("gateway.http1.last_head.parse_head", None)
+    last.read(head(b"Content-Length: 17", b"x-warmroute-leg: prefill"))
+    assert (last.head.length, last.is_leg, last.head.headers[1]) == (17, True, (b"Content-Length", b"17"))
+    with pytest.raises(TypeError):
+        last.read(head(b"Content-Length: 17", b"x-warmroute-leg: prefilL"))
