@@ -21,7 +21,8 @@ from gateway.config import Config
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
-from gateway.discovery import Discovery
+from gateway.discovery import Discovery, Source
+from gateway.discovery.roster import Roster
 from gateway.engine.available import Available
 from gateway.engine.capabilities import Capabilities
 from gateway.engine.health import Health, HealthSettings, State
@@ -30,6 +31,7 @@ from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
 from gateway.learned import LearnedFile, learned_path
+from gateway.leaving import Leaving
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.publishing import Publishing
 from gateway.record.recorder import Recorder
@@ -45,7 +47,6 @@ from scorer.types import ChangeKind, EngineStats, WorkerChange
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
-_KEEP_DRAINED_S = 60.0
 _PROGRESS = ("prompt_tokens", "generation_tokens", "kv_usage", "running", "waiting", "prefill_time_sum_s")
 # A reading this overdue was not just a little late.
 _LATE_INTERVALS = 2.5
@@ -118,7 +119,8 @@ class Core:
         self._changes: dict[str, WorkerChange] = {}
         self._out: set[str] = set()
         """Ejected and not back yet."""
-        self._drained_s: dict[str, float] = {}
+        self.roster = Roster()
+        self.leaving = Leaving(self.planner, self.roster.is_held)
         self._was_empty = False
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
@@ -199,6 +201,11 @@ class Core:
             self.scraper.remove(worker)
             self.scraper.add(worker, change.url)
 
+    def take(self, source: Source, change: WorkerChange) -> None:
+        """Take in what one source says of a worker."""
+        for each in self.roster.take(source, change):
+            self.apply(each)
+
     def apply(self, change: WorkerChange) -> None:
         """Take in one change of the fleet."""
         name = change.worker
@@ -209,9 +216,9 @@ class Core:
         if change.kind is ChangeKind.REMOVED:
             self._forget(name)
             return
-        self._drained_s.pop(name, None)
         if change.kind is ChangeKind.DRAINING:
             return
+        self.leaving.stays(name)
         if change.url is None:
             _log.error("discovery names worker %s without a URL; it is left out", name)
             self._forget(name)
@@ -223,16 +230,19 @@ class Core:
         self.health.add(name, time.monotonic(), _group(change, self.capabilities.get(name)))
         self.metrics.add_worker(name)
         self.hits.add_worker(name)
+        if name in self.capabilities:
+            self._meet(name, change.weight)
+            self._subscribe(name)
         self.planner.configure_worker(name)
         self.scraper.add(name, change.url)
-        if name in self.capabilities:
-            self._subscribe(name)
 
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)
         self._changes.pop(name, None)
         self.pairing.gone(name)
         self._out.discard(name)
+        self.leaving.stays(name)
+        self.roster.gone(name)
         self._forget_engine(name)
         self.scraper.remove(name)
         self.health.remove(name)
@@ -273,8 +283,7 @@ class Core:
         if known is None:
             return
         self.capabilities[worker] = capabilities
-        if self.planner.calibration.meet(worker, _kind(capabilities, known.weight)):
-            _log.warning("%s is another kind of engine than it was; what was learned of it is forgotten", worker)
+        self._meet(worker, known.weight)
         self.fleet.set_capabilities(
             worker,
             models=capabilities.models,
@@ -287,6 +296,10 @@ class Core:
         self.pairing.compare(worker)
         self._subscribe(worker)
         self._declare_models()
+
+    def _meet(self, worker: str, weight: float) -> None:
+        if self.planner.calibration.meet(worker, _kind(self.capabilities[worker], weight)):
+            _log.warning("%s is another kind of engine than it was; what was learned of it is forgotten", worker)
 
     def on_restart(self, worker: str, process_start_s: float | None) -> None:
         _log.info("%s restarted; what it held is forgotten", worker)
@@ -353,19 +366,15 @@ class Core:
     async def _follow(self, discovery: Discovery) -> None:
         try:
             async for change in discovery.changes():
-                _guarded(partial(self.apply, change))
+                _guarded(partial(self.take, discovery.source, change))
         except Exception as exc:
             _log.exception("a discovery ended unexpectedly; the workers known stay")
             self.ended_discoveries.append(f"{type(discovery).__name__} ended: {exc}")
 
     def _remove_drained(self) -> None:
-        """A draining worker without work is kept for a while, with what is known of it, since many come back."""
-        now_s = time.monotonic()
-        for worker in list(self.fleet.workers.values()):
-            if not worker.draining or any(load.requests for load in worker.loads.values()):
-                self._drained_s.pop(worker.name, None)
-            elif now_s - self._drained_s.setdefault(worker.name, now_s) > _KEEP_DRAINED_S:
-                self.apply(WorkerChange(kind=ChangeKind.REMOVED, worker=worker.name))
+        for name in list(self.leaving.due(time.monotonic())):
+            _log.info("%s is gone", name)
+            self.apply(WorkerChange(kind=ChangeKind.REMOVED, worker=name))
 
 
 def _group(change: WorkerChange, capabilities: Capabilities | None) -> tuple[object, ...]:

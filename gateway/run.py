@@ -10,6 +10,8 @@ from gateway.core import Core
 from gateway.discovery import Discovery
 from gateway.proxy.models import PATH as MODELS
 from gateway.proxy.models import ModelList
+from gateway.proxy.workers import PATH as WORKERS
+from gateway.proxy.workers import WorkersPage
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader, no_hints
 from gateway.sidecar.targets import Targets
@@ -40,6 +42,9 @@ class Gateway(Service):
         models = ModelList(core.upstreams, lambda: list(core.fleet.workers))
         self.plane.pages = {**self.faces.public(), MODELS: models.page}
         self.plane.prefixes = {MODELS + "/": models.page}
+        workers = WorkersPage(core)
+        self.admin.pages[WORKERS] = workers.page
+        self.admin.prefixes[WORKERS + "/"] = workers.below
         self.listen(settings.host, settings.port)
 
     def upkeep(self) -> None:

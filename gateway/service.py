@@ -87,8 +87,8 @@ class Service:
             core, self.access, draining=lambda: self.plane.draining, in_flight=lambda: self.plane.in_flight
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
-        pages = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()})
-        self._admin = HttpServer(pages.handle, admin_host, admin_port)
+        self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()})
+        self._admin = HttpServer(self.admin.handle, admin_host, admin_port)
         self.listeners: list[HttpServer] = []
         self.certificate = serving_certificate(config.tls)
         self._upkeep: asyncio.Task[None] | None = None

@@ -364,6 +364,10 @@ class Planner:
     def in_flight(self) -> int:
         return len(self._flights)
 
+    def handing_over(self, worker: str) -> int:
+        """Requests whose prompt this worker computes, or holds until their decode worker has it."""
+        return sum(flight.pair is not None and flight.pair[0] == worker for flight in self._flights.values())
+
     def _leave_prefill(self, flight: _Flight, now_s: float, *, prefilled: bool) -> None:
         stay, flight.prefill = flight.prefill, None
         if stay is not None:

@@ -62,6 +62,15 @@ def load_workers(file: str) -> tuple[Worker, ...]:
     return workers
 
 
+def read_worker(given: object, where: str = "") -> Worker:
+    """One worker of a list: a URL or an object with the keys of `Worker`. Raises ConfigError with all problems."""
+    reader = Reader()
+    worker = reader.worker(given, where)
+    if worker is None:
+        raise ConfigError(reader.problems)
+    return worker
+
+
 def _lay_over(values: Values, later: Values) -> None:
     for name, value in later.items():
         if isinstance(value, dict) and isinstance(values.get(name), dict):

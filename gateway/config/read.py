@@ -65,6 +65,11 @@ class Reader:
         tree, where = self._yaml_tree(file)
         return _Source(self, lambda path: where(path[1:]), is_text=False).workers(tree, ("workers",))
 
+    def worker(self, given: object, where: str) -> Worker | None:
+        """One worker: a URL or an object."""
+        values = _Source(self, lambda path: where, is_text=False).worker(given, ())
+        return None if self.problems else Worker(**values)
+
     def _yaml_tree(self, file: str) -> tuple[Any, Callable[[Path], str]]:
         try:
             tree, lines, repeated = load_tree(FilePath(file).read_text(encoding="utf-8"))
@@ -160,10 +165,10 @@ class _Source:
         self._reader.sources[path] = self._where(path)
         plain = _Source(self._reader, self._where, is_text=False)
         before = len(self._reader.problems)
-        read = [plain._worker(item, (*path, i)) for i, item in enumerate(items)]
+        read = [plain.worker(item, (*path, i)) for i, item in enumerate(items)]
         return tuple(Worker(**values) for values in read) if len(self._reader.problems) == before else ()
 
-    def _worker(self, given: object, path: Path) -> Values:
+    def worker(self, given: object, path: Path) -> Values:
         if isinstance(given, str):
             given = {"url": given}
         elif not isinstance(given, dict):

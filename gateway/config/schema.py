@@ -87,6 +87,14 @@ class Worker(_Section, frozen=True):
         Address | None,
         Meta(description="Where its NIXL side channel is, if not on the host of its URL; without a port, any port."),
     ] = None
+    weight: Annotated[
+        float,
+        Meta(
+            ge=0.01,
+            le=100,
+            description="Speed of its hardware relative to the others'; predicted seconds are divided by it.",
+        ),
+    ] = 1.0
     labels: Annotated[dict[str, str], Meta(description="Free labels, shown in debug pages.")] = {}
 
 

@@ -103,14 +103,17 @@ class Faces:
 
 
 class AdminPort:
-    """Pages by exact path; nothing is forwarded but what a page forwards."""
+    """Pages by exact path, else by what it begins with; nothing is forwarded but what a page forwards."""
 
     def __init__(self, pages: dict[str, Page]) -> None:
-        self._pages = pages
+        self.pages = pages
+        self.prefixes: dict[str, Page] = {}
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = target_of(request).partition("?")[0]
-        page = self._pages.get(path)
+        page = self.pages.get(path)
+        if page is None:
+            page = next((page for prefix, page in self.prefixes.items() if path.startswith(prefix)), None)
         if page is None:
             return errors.unknown_url(request.method, path).response()
         return await run_page(page, request)

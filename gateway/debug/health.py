@@ -11,7 +11,6 @@ import msgspec
 from gateway.core import Core
 from gateway.engine.capabilities import EventSource
 from gateway.engine.health import State
-from gateway.engine.scraper import WorkerScrape
 from gateway.publishing import EVENTS_UP, is_speaking
 from scorer.fleet import Worker
 from scorer.types import Role
@@ -58,8 +57,7 @@ class Degradation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 def health(core: Core) -> dict[str, Any]:
     """Workers by name with role and state; `usable` counts those a request can be sent to."""
-    scrapes = core.scraper.status()
-    workers = {name: _worker(core, worker, scrapes.get(name)) for name, worker in sorted(core.fleet.workers.items())}
+    workers = {name: shown_worker(core, worker) for name, worker in sorted(core.fleet.workers.items())}
     usable = [w for w in core.fleet.workers.values() if is_usable(core, w)]
     return {
         "status": "ok" if usable else "unavailable",
@@ -79,7 +77,9 @@ def is_ready(core: Core, worker: Worker) -> bool:
     return bool(worker.models) and not worker.draining and core.is_well(worker.name)
 
 
-def _worker(core: Core, worker: Worker, scrape: WorkerScrape | None) -> dict[str, Any]:
+def shown_worker(core: Core, worker: Worker) -> dict[str, Any]:
+    """How it is, in JSON's terms."""
+    scrape = core.scraper.status_of(worker.name)
     state = core.health.state(worker.name)
     name, reason = state.state.value, state.reason
     if worker.draining or worker.name in core.asleep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -13,8 +14,20 @@ from scorer.types import ChangeKind, Role, WorkerChange
 _PORTS = {"http": 80, "https": 443}
 
 
+class Source(Enum):
+    """Where a worker is known from. Of several that name the same one, the first of these is believed."""
+
+    STATIC = "static"
+    FILE = "file"
+    DNS = "dns"
+    API = "api"
+
+
 class Discovery(Protocol):
     """One way to know workers. `problem` says, for people, why it knows less than it should; None: all is well."""
+
+    @property
+    def source(self) -> Source: ...
 
     @property
     def problem(self) -> str | None: ...
@@ -65,6 +78,7 @@ def change(kind: ChangeKind, name: str, worker: Worker) -> WorkerChange:
         replay_endpoint=worker.replay,
         nixl_endpoint=worker.nixl,
         labels=worker.labels,
+        weight=worker.weight,
     )
 
 

@@ -172,6 +172,10 @@ class Scraper:
         now_s = self._now()
         return {name: self._status(worker, now_s) for name, worker in self._workers.items()}
 
+    def status_of(self, name: str) -> WorkerScrape | None:
+        worker = self._workers.get(name)
+        return None if worker is None else self._status(worker, self._now())
+
     def _status(self, worker: _Worker, now_s: float) -> WorkerScrape:
         stats = worker.scrape.stats if worker.scrape is not None else None
         age_s = None if stats is None else max(0.0, now_s - stats.scraped_at_s)

@@ -14,7 +14,7 @@ from yarl import URL
 
 from gateway.proxy import errors
 from gateway.proxy.body import read_body
-from gateway.proxy.errors import ApiError, json_response
+from gateway.proxy.errors import json_response
 from gateway.proxy.headers import request_headers
 from gateway.proxy.routes import CONTROLS, Control
 from gateway.proxy.upstream import Upstream, UpstreamPool
@@ -72,9 +72,7 @@ class EngineControls:
         named = url.query.getall("worker", [])
         unknown = sorted(set(named) - set(known))
         if unknown:
-            raise ApiError(
-                404, f"No worker is named {', '.join(unknown)}; there are: {', '.join(known)}.", code="unknown_worker"
-            )
+            raise errors.unknown_worker(unknown, known)
         if not known:
             raise errors.no_worker("none is known")
         return list(dict.fromkeys(named)) or known

@@ -13,10 +13,11 @@ import pytest
 from aiohttp import web
 
 from gateway import core as core_module
+from gateway import leaving
 from gateway.config import Config
 from gateway.core import Core
 from gateway.debug.health import DEGRADATIONS, degradations, health
-from gateway.discovery import FileDiscovery
+from gateway.discovery import FileDiscovery, Source
 from gateway.engine.health import State
 from scorer.cost import CostModel
 from scorer.types import ChangeKind, EngineStats, WorkerChange
@@ -56,6 +57,7 @@ async def test_a_worker_that_is_gone_leaves_nothing(core: Core) -> None:
 
 async def test_a_bad_change_harms_no_other(core: Core, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
+        source = Source.STATIC
         problem = None
 
         async def changes(self) -> AsyncIterator[WorkerChange]:
@@ -72,7 +74,7 @@ async def test_a_bad_change_harms_no_other(core: Core, caplog: pytest.LogCapture
 async def test_a_draining_worker_ends_its_work_is_kept_a_while_and_then_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core_module, "_KEEP_DRAINED_S", 0.2)
+    monkeypatch.setattr(leaving, "KEEP_DRAINED_S", 0.2)
     async with Fleet(a=engine(), b=engine()) as fleet:
         core = fleet.core
         fleet.engines["a"].faults.headers_delay_s = fleet.engines["b"].faults.headers_delay_s = 0.5
@@ -120,7 +122,7 @@ async def test_a_workers_file_is_followed(tmp_path: Path) -> None:
     async with Fleet(a=engine(), b=engine()) as fleet:
         core = fleet.core
         for name in ("a", "b"):
-            core.apply(added(name, kind=ChangeKind.REMOVED))
+            core.take(Source.STATIC, added(name, kind=ChangeKind.REMOVED))
         path = tmp_path / "workers.yaml"
         path.write_text(f"- {{url: {fleet.engines['a'].url}, name: a}}\n")
         core.follow(FileDiscovery(str(path), poll_s=0.05))
