@@ -10,7 +10,7 @@ from gateway.core import Core
 from gateway.discovery import Discovery
 from gateway.proxy.models import PATH as MODELS
 from gateway.proxy.models import ModelList
-from gateway.proxy.workers import PATH as WORKERS
+from gateway.proxy.routes import WORKERS
 from gateway.proxy.workers import WorkersPage
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader, no_hints

@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from gateway.admin_client import ADDRESS, ask
 from gateway.cli import Parser
 from gateway.core import Core
-from gateway.errors import UserError
 from gateway.proxy import errors
 from gateway.proxy.errors import ApiError
 from gateway.request import BadRequest, decode_body
@@ -26,7 +24,6 @@ from scorer.planner import ModelNotFound, NoWorker
 
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
 _COMPONENTS = ("front", "wait", "adm", "load", "comp", "hop", "pull", "step", "harm", "decode", "queue", "displaced")
-_TIMEOUT_S = 30.0
 
 
 async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str | None) -> dict[str, Any]:
@@ -71,13 +68,13 @@ def main(args: Sequence[str]) -> int:
         prog="warmroute explain",
         description="Ask a running gateway where a request would go and what each worker would cost. Sends nothing.",
     )
-    parser.add_argument("--admin", default="http://127.0.0.1:8001", metavar="URL", help="the gateway's admin address")
+    parser.add_argument("--admin", default=ADDRESS, metavar="URL", help="the gateway's admin address")
     parser.add_argument("--body", metavar="FILE", help="an OpenAI request body, - for standard input")
     parser.add_argument("--model", help="with --prompt: the model to ask for")
     parser.add_argument("--prompt", help="a prompt, instead of a body")
     parser.add_argument("--json", action="store_true", help="print the answer as it came")
     options = parser.parse(args)
-    answer = _ask(options.admin.rstrip("/") + "/debug/explain", _body(parser, options))
+    answer = ask(options.admin.rstrip("/") + "/debug/explain", _body(parser, options))
     print(json.dumps(answer, indent=2) if options.json else _table(answer))
     return 0
 
@@ -89,30 +86,6 @@ def _body(parser: Parser, options: Any) -> bytes:
         model = {} if options.model is None else {"model": options.model}
         return json.dumps({**model, "prompt": options.prompt}).encode()
     return sys.stdin.buffer.read() if options.body == "-" else Path(options.body).read_bytes()
-
-
-def _ask(url: str, body: bytes) -> dict[str, Any]:
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"{url} is no http:// or https:// URL")
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 - checked above
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
-            answer: dict[str, Any] = json.load(response)
-            return answer
-    except urllib.error.HTTPError as exc:
-        raise UserError(_error_text(exc.read()) or f"{url}: status {exc.code}") from None
-    except (urllib.error.URLError, TimeoutError) as exc:
-        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-        raise UserError(f"no gateway answers at {url}: {reason}") from None
-    except ValueError:
-        raise UserError(f"{url} did not answer in JSON; is it a gateway's admin address?") from None
-
-
-def _error_text(body: bytes) -> str | None:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _table(answer: dict[str, Any]) -> str:

@@ -97,3 +97,6 @@ def _controls() -> dict[str, Control]:
 
 CONTROLS = _controls()
 """On the admin port only."""
+
+WORKERS = "/admin/workers"
+"""Of the admin port, too."""

@@ -22,13 +22,13 @@ from gateway.discovery.base import change
 from gateway.proxy import errors
 from gateway.proxy.body import read_body
 from gateway.proxy.errors import ApiError, json_response
+from gateway.proxy.routes import WORKERS as PATH
 from gateway.proxy.server import target_of
 from scorer.fleet import Worker
 from scorer.types import ChangeKind, WorkerChange
 
 _log = logging.getLogger(__name__)
 
-PATH = "/admin/workers"
 _LONGEST_BODY_BYTES = 1 << 20
 _OWNERS = {Source.STATIC: "the configuration", Source.FILE: "the workers file", Source.DNS: "DNS discovery"}
 _HINT = "hint"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from urllib.parse import quote
 
 import pytest
 
+from gateway import workers_command
 from gateway.discovery import FileDiscovery, Source
 from gateway.engine.health import End
+from gateway.errors import UserError
 from scorer.types import ChangeKind, WorkerChange
 from tests.support.gateway_world import Fleet, engine, until
 
@@ -267,3 +270,39 @@ async def test_no_request_fails_for_changes_of_the_fleet(seed: int, tmp_path: Pa
         await asyncio.gather(*asked)
         assert core.planner.in_flight() == 0
         assert {sum(load.requests for load in w.loads.values()) for w in core.fleet.workers.values()} == {0}
+
+
+async def command(fleet: Fleet, *args: str) -> int:
+    return await asyncio.to_thread(workers_command.main, [*args, "--admin", fleet.admin])
+
+
+async def test_the_command_does_all_of_it(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    url = fleet.engines["spare"].url
+    assert await command(fleet, "add", url, "--name", "new", "--weight", "0.5", "--label", "gpu=l4", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["labels"] == {"gpu": "l4"}
+    await until(lambda: "new" in fleet.core.capabilities)
+    assert await command(fleet, "list") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["name", "url", "source", "role", "state", "requests", "weight", "models"]
+    assert rows[-1] == ["new", url, "api", "both", "healthy", "0", "0.5", "tiny"]
+    assert await command(fleet, "drain", "new", "--wait") == 0
+    assert "draining" in capsys.readouterr().out
+    assert await command(fleet, "undrain", "new") == 0
+    assert await command(fleet, "remove", "new", "--wait") == 0
+    assert "removed" in capsys.readouterr().out
+    assert "new" not in fleet.core.fleet.workers
+
+
+async def test_the_commands_exit_codes(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await command(fleet, "remove", "nobody") == 1
+    assert "No worker is named nobody; there are: a, b" in capsys.readouterr().err
+    fleet.engines["a"].faults.headers_delay_s = fleet.engines["b"].faults.headers_delay_s = 1.0
+    running = [asyncio.create_task(fleet.complete(f"{i}")) for i in range(4)]
+    await until(lambda: fleet.core.planner.in_flight() == 4)
+    assert await command(fleet, "drain", "a", "--wait", "--timeout-s", "0.1") == 3
+    await asyncio.gather(*running)
+    with pytest.raises(UserError, match="no gateway answers"):
+        await asyncio.to_thread(workers_command.main, ["list", "--admin", "http://127.0.0.1:9"])
+    for args, says in (([], "say what to do"), (["lst"], "invalid choice"), (["add"], "required"), (["drain", "a", "--timeout-s", "1"], "--wait")):
+        with pytest.raises(UserError, match=says):
+            workers_command.main(args)
