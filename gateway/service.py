@@ -24,7 +24,8 @@ from gateway.errors import UserError
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
 from gateway.proxy.parts import Parts
-from gateway.proxy.routes import CONTROLS
+from gateway.proxy.reset import IndexReset
+from gateway.proxy.routes import CONTROLS, RESET
 from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
 from gateway.sidecar.hints import Hints
 from gateway.tls import client_context, serving_certificate
@@ -88,6 +89,7 @@ class Service:
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
         self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()})
+        self.admin.pages[RESET] = IndexReset(core, controls).page
         self._admin = HttpServer(self.admin.handle, admin_host, admin_port)
         self.listeners: list[HttpServer] = []
         self.certificate = serving_certificate(config.tls)

@@ -162,6 +162,11 @@ class PrefixIndex:
             state = self._table.states.get((worker, rank))
             return state is not None and bool(self._table.planes[GPU].holders(key) & state.bit)
 
+    def blocks(self, worker: str) -> int:
+        """Blocks all its ranks' events say they hold, of all tiers together."""
+        with self._lock:
+            return sum(state.entries for (name, _), state in self._table.states.items() if name == worker)
+
     def resident_blocks(self, worker: str, rank: int) -> int:
         """Blocks the rank's events say it holds, of all tiers together."""
         state = self._table.states.get((worker, rank))

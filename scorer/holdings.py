@@ -65,6 +65,9 @@ class Holdings:
         self.approximate.clear(worker, rank)
         self.optimistic.clear(worker, rank)
 
+    def assumed_blocks(self, worker: str) -> int:
+        return self.approximate.blocks(worker) + self.optimistic.blocks(worker)
+
     def held(self, facts: RequestFacts, prompt: Prompt, now_s: float) -> dict[Holder, Match]:
         """What each rank holds of the prompt, or is about to; those with nothing are left out."""
         held = self.index.match(prompt, model=facts.model, lora=facts.lora)

@@ -21,7 +21,7 @@ from gateway.debug.learned import learned
 from gateway.proxy import errors
 from gateway.proxy.access import AccessLog
 from gateway.proxy.body import read_body
-from gateway.proxy.errors import SERVER_NAME, json_response
+from gateway.proxy.errors import SERVER_NAME, ApiError, json_response
 from gateway.proxy.server import Page, run_page, target_of
 from gateway.record.recorder import PATH as RECORD
 
@@ -111,12 +111,20 @@ class AdminPort:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = target_of(request).partition("?")[0]
+        if request.method not in _GET and _is_of_another_site(request):
+            return ApiError(403, "Nothing is changed from another site's page.", code="cross_origin").response()
         page = self.pages.get(path)
         if page is None:
             page = next((page for prefix, page in self.prefixes.items() if path.startswith(prefix)), None)
         if page is None:
             return errors.unknown_url(request.method, path).response()
         return await run_page(page, request)
+
+
+def _is_of_another_site(request: web.BaseRequest) -> bool:
+    """A page that somebody looks at on this host could send requests here; browsers tell where it is from."""
+    origin = request.headers.get("Origin")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("Host")
 
 
 def _read_only(page: Page) -> Page:

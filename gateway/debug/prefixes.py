@@ -81,6 +81,9 @@ class TopPrefixes:
             for entry in shown[:n]
         ]
 
+    def clear(self) -> None:
+        self._entries.clear()
+
     def _add(self, key: int, parent: int | None, depth_tokens: int, weight: float) -> None:
         entry = self._entries.get(key)
         if entry is not None:

@@ -55,7 +55,7 @@ class EngineControls:
         target = URL.build(path=control.path, query=[(k, v) for k, v in url.query.items() if k != "worker"])
         headers = request_headers(request.raw_headers)
         answers = await asyncio.gather(
-            *(self._ask(worker, control, target.raw_path_qs, headers, body) for worker in workers)
+            *(self.ask(worker, control, target.raw_path_qs, headers, body) for worker in workers)
         )
         for worker, answer in zip(workers, answers, strict=True):
             if answer["status"] is None or answer["status"] >= 400:
@@ -77,9 +77,10 @@ class EngineControls:
             raise errors.no_worker("none is known")
         return list(dict.fromkeys(named)) or known
 
-    async def _ask(
+    async def ask(
         self, worker: str, control: Control, target: str, headers: CIMultiDict[str], body: bytes
     ) -> dict[str, Any]:
+        """`{"status", "body"}` of one worker's answer; the status is None if there was none."""
         upstream = self._upstreams.get(worker)
         if upstream is None:
             return {"status": None, "body": "the worker has just been removed"}

@@ -99,4 +99,5 @@ CONTROLS = _controls()
 """On the admin port only."""
 
 WORKERS = "/admin/workers"
+RESET = "/admin/index/reset"
 """Of the admin port, too."""

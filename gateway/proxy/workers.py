@@ -46,7 +46,6 @@ class WorkersPage:
             return self._list()
         if request.method != "POST":
             raise errors.method_not_allowed(request.method, PATH, frozenset({"GET", "POST"}))
-        _refuse_browsers(request)
         return self._add(await read_body(request, _LONGEST_BODY_BYTES))
 
     async def below(self, request: web.BaseRequest) -> web.Response:
@@ -166,13 +165,6 @@ def _conflict(message: str, code: str) -> ApiError:
 def _only(request: web.BaseRequest, path: str, *methods: str) -> None:
     if request.method not in methods:
         raise errors.method_not_allowed(request.method, path, frozenset(methods))
-    _refuse_browsers(request)
-
-
-def _refuse_browsers(request: web.BaseRequest) -> None:
-    """A page that somebody looks at on the gateway's host could send requests here, of which browsers tell."""
-    if "Origin" in request.headers:
-        raise ApiError(403, "Workers are not changed from a web page.", code="cross_origin")
 
 
 def _flag(value: str | None) -> bool:

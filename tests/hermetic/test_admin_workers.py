@@ -137,6 +137,7 @@ async def test_a_web_page_changes_nothing(fleet: Fleet) -> None:
         status, answer = await call(fleet, method, path, Origin="http://evil.example")
         assert (status, answer["error"]["code"]) == (403, "cross_origin")
     assert not (await listed(fleet))["a"]["drained"]
+    assert (await call(fleet, "POST", "/a/undrain", Origin=fleet.admin))[0] == 200  # A page of the gateway's own.
 
 
 async def test_it_is_not_on_the_main_port(fleet: Fleet) -> None:
@@ -303,6 +304,11 @@ async def test_the_commands_exit_codes(fleet: Fleet, capsys: pytest.CaptureFixtu
     await asyncio.gather(*running)
     with pytest.raises(UserError, match="no gateway answers"):
         await asyncio.to_thread(workers_command.main, ["list", "--admin", "http://127.0.0.1:9"])
-    for args, says in (([], "say what to do"), (["lst"], "invalid choice"), (["add"], "required"), (["drain", "a", "--timeout-s", "1"], "--wait")):
+    for args, says in (
+        ([], "say what to do"),
+        (["lst"], "invalid choice"),
+        (["add"], "required"),
+        (["drain", "a", "--timeout-s", "1"], "--wait"),
+    ):
         with pytest.raises(UserError, match=says):
             workers_command.main(args)
