@@ -19,7 +19,7 @@ from gateway.config import Config, load_config
 from gateway.config.flags import Aliases, add_config_flags, parse_flags
 from gateway.core import Core
 from gateway.debug.faces import AdminPort, Faces
-from gateway.discovery import Discovery, FileDiscovery, StaticDiscovery
+from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, StaticDiscovery
 from gateway.errors import UserError
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
@@ -171,9 +171,13 @@ class Service:
 
 
 def known_workers(config: Config) -> list[Discovery]:
-    """Those that the configuration names, and those of its workers file. Raises NameClashError."""
-    static = StaticDiscovery(config.workers)
-    return [static] if config.workers_file is None else [static, FileDiscovery(config.workers_file)]
+    """Those that the configuration names, those of its workers file and those found by DNS. Raises NameClashError."""
+    found: list[Discovery] = [StaticDiscovery(config.workers)]
+    if config.workers_file is not None:
+        found.append(FileDiscovery(config.workers_file))
+    if config.discovery.dns:
+        found.append(DnsDiscovery(config.discovery.dns, interval_s=config.discovery.interval_s))
+    return found
 
 
 def with_policy(config: Config, policy: str) -> Config:

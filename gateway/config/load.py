@@ -96,6 +96,9 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
     for given, missing in (("cert", "key"), ("key", "cert")):
         if getattr(config.tls, given) is not None and getattr(config.tls, missing) is None:
             yield ("tls", missing), f"is needed with tls.{given}"
+    for i, worker in enumerate(config.discovery.dns):
+        if worker.name is not None:
+            yield ("discovery", "dns", i, "name"), "cannot be given: each address found is a worker called address:port"
     yield from _repeated_workers(config.workers)
 
 

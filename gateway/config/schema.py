@@ -98,6 +98,19 @@ class Worker(_Section, frozen=True):
     labels: Annotated[dict[str, str], Meta(description="Free labels, shown in debug pages.")] = {}
 
 
+class DiscoveryConfig(_Section, frozen=True):
+    """Workers that are not named one by one."""
+
+    dns: Annotated[
+        tuple[Worker, ...],
+        Meta(
+            description="Each address of the host of these URLs is a worker, with the other keys (no name; the host * "
+            "of events or replay is that address)."
+        ),
+    ] = ()
+    interval_s: Annotated[float, Meta(ge=1, description="Period of resolving these names anew.")] = 5.0
+
+
 class SidecarConfig(_Section, frozen=True):
     """The face in a decode pod (`warmroute sidecar`). Limits and times are those of the section gateway."""
 
@@ -291,6 +304,7 @@ class Config(_Section, frozen=True):
     workers_file: Annotated[
         NonEmpty | None, Meta(description="YAML file holding such a list, re-read when it changes; null: none.")
     ] = None
+    discovery: DiscoveryConfig = DiscoveryConfig()
     engine_api_key_env: Annotated[
         str,
         Meta(

@@ -11,7 +11,7 @@ from gateway.config.schema import Worker
 from gateway.errors import UserError
 from scorer.types import ChangeKind, Role, WorkerChange
 
-_PORTS = {"http": 80, "https": 443}
+PORTS = {"http": 80, "https": 443}
 
 
 class Source(Enum):
@@ -54,7 +54,7 @@ def worker_name(worker: Worker) -> str:
     url = urlsplit(worker.url)
     host = url.hostname or ""
     host = f"[{host}]" if ":" in host else host
-    return f"{host}:{url.port or _PORTS[url.scheme]}{url.path.rstrip('/')}"
+    return f"{host}:{url.port or PORTS[url.scheme]}{url.path.rstrip('/')}"
 
 
 def by_name(workers: Iterable[Worker]) -> dict[str, Worker]:

@@ -36,7 +36,7 @@ class Sidecar(Service):
         config = with_policy(config, pd.policy if pd.policy and pd.no_hint == "decide" else _HINTED)
         core = Core(config)
         self.pod = pod = Pod(settings.engine, settings.data_parallel_size, lambda: self.ports)
-        if not (pd.allow or config.workers or config.workers_file):
+        if not (pd.allow or config.workers or config.workers_file or config.discovery.dns):
             _log.warning(
                 "no prefill target is allowed: hints are answered 403 until pd.allow or prefill workers are set"
             )

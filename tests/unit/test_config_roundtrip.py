@@ -27,6 +27,7 @@ WORKER = st.builds(
     role=st.sampled_from(["both", "prefill", "decode"]),
     events=st.none() | ENDPOINT,
     replay=st.none() | ENDPOINT,
+    weight=st.floats(0.01, 100.0),
     nixl=st.none() | st.sampled_from(["10.0.0.1", "[fd00::1]:5600", "nic-0:5600"]),
     labels=st.dictionaries(TEXT, TEXT, max_size=3),
 )
@@ -53,6 +54,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "data_parallel_size": st.integers(1, 4),
     "engine": st.sampled_from(["http://10.0.0.1:8200", "https://[fd00::1]/base"]),
     "lease_s": st.floats(1.0, 100.0, exclude_min=True),
+    "interval_s": st.floats(1.0, 100.0),
 }
 
 
