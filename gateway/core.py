@@ -43,6 +43,7 @@ from scorer.cost import CostModel
 from scorer.fleet import Fleet
 from scorer.kind import EngineKind
 from scorer.planner import Planner
+from scorer.sessions import SessionSettings
 from scorer.types import ChangeKind, EngineStats, WorkerChange
 
 _log = logging.getLogger(__name__)
@@ -73,10 +74,11 @@ class Core:
             pd_policy=config.pd.policy or "local",
             peers=config.pd.peers,
             optimistic_ttl_s=config.scorer.optimistic_ttl_s,
+            sessions=session_settings(config),
         )
         self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)
         self.tokens = TokenService(token_settings(config), rng=self.rng)
-        self.reader = RequestReader(self.fleet, self.tokens, slo(config))
+        self.reader = RequestReader(self.fleet, self.tokens, slo(config), session_header=config.scorer.session_header)
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
@@ -435,6 +437,11 @@ def engine_headers(config: Config) -> dict[str, str]:
     """What our own requests to the engines carry."""
     key = os.environ.get(config.engine_api_key_env, "").strip() if config.engine_api_key_env else ""
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def session_settings(config: Config) -> SessionSettings:
+    scorer = config.scorer
+    return SessionSettings(mode=scorer.session_affinity, idle_s=scorer.session_idle_s, wait_s=scorer.session_wait_s)
 
 
 def slo(config: Config) -> Slo:

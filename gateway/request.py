@@ -70,7 +70,10 @@ def form_model(body: bytes) -> str | None:
 class RequestReader:
     """Fills `RequestFacts`. Token ids are made by `tokens`, off the event loop."""
 
-    def __init__(self, fleet: Fleet, tokens: TokenService, slo: Slo | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, tokens: TokenService, slo: Slo | None = None, *, session_header: str = "x-session-id"
+    ) -> None:
+        self._session_header = session_header.lower()
         self._fleet = fleet
         self._tokens = tokens
         self._slo = slo or Slo()
@@ -115,7 +118,7 @@ class RequestReader:
             streaming=fields.get("stream") is True,
             keep_local=self._kept_local(kind, body, fields, routed, len(prompts)),
             priority=_integer(fields.get("priority")) or 0,
-            session=headers.get("x-session-id"),
+            session=headers.get(self._session_header),
             slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
             slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
         )
@@ -154,7 +157,7 @@ class RequestReader:
             lora=self._lora(name),
             streaming=fields is not None and fields.get("stream") is True,
             keep_local=keep_local,
-            session=headers.get("x-session-id"),
+            session=headers.get(self._session_header),
         )
 
     def _model(self, model: object) -> str:

@@ -79,6 +79,16 @@ class PdReason(Enum):
     DECODE_FAILED = "decode_failed"
 
 
+class SessionOutcome(Enum):
+    """What became of a session's affinity, in metrics, headers and explanations."""
+
+    NEW = "new"
+    KEPT = "kept"
+    MOVED_CHEAPER = "moved_cheaper"
+    MOVED_BUSY = "moved_busy"
+    MOVED_UNAVAILABLE = "moved_unavailable"
+
+
 LOCAL, REMOTE, PEER = CHOICES = ("local", "remote", "peer")
 """Values of `Plan.choice`."""
 
@@ -127,7 +137,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     load: blocks out of lower tiers. comp: computing the uncached prompt. hop, pull: handing over to the decode worker
     and moving the KV there. step: the first decode step. stall: what one running stream loses; harm: times the streams.
     decode: the answer's own decoding. queue: seconds others wait behind it. displaced: cached blocks it pushes out, as
-    seconds to compute them again. viol: the price of the SLOs it is predicted to break.
+    seconds to compute them again. viol: the price of the SLOs it is predicted to break. session: below 0, what is taken
+    off where its session was served last.
     """
 
     front_s: float = 0.0
@@ -145,6 +156,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float = 0.0
     displaced_s: float = 0.0
     viol_s: float = 0.0
+    session_s: float = 0.0
     total_s: float = 0.0
 
 
@@ -179,6 +191,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     pd_reason: PdReason
     decided_at_s: float
+    session: SessionOutcome | None = None
+    """None: the request is of no session, or those do not matter."""
 
     @property
     def remote(self) -> bool:

@@ -91,6 +91,8 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
         yield ("gateway", "admin_port"), f"is the port of the data plane too ({gateway.port})"
     if events.mode == "bind" and events.bind_endpoint is None:
         yield ("events", "bind_endpoint"), "is needed when events.mode is bind"
+    if config.scorer.session_affinity == "prefer" and config.scorer.policy != "warmroute":
+        yield ("scorer", "session_affinity"), f"prefer changes prices, which policy {config.scorer.policy} ignores"
     yield from _sidecar(config.sidecar)
     yield from _disaggregation(config.pd)
     for given, missing in (("cert", "key"), ("key", "cert")):

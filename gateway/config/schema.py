@@ -31,6 +31,7 @@ Address = Annotated[
     str,
     Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
 ]
+HeaderName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$", extra={"expected": "a header's name"})]
 NonEmpty = Annotated[str, Meta(min_length=1, extra={"expected": "a non-empty text"})]
 
 
@@ -239,6 +240,18 @@ class ScorerConfig(_Section, frozen=True):
     slo_tpot_ms: Annotated[
         Seconds | None, Meta(description="Time-per-output-token objective; null leaves it out of the price.")
     ] = None
+    session_header: Annotated[HeaderName, Meta(description="Request header that names a session.")] = "x-session-id"
+    session_affinity: Annotated[
+        Literal["off", "prefer", "strict"],
+        Meta(
+            description="prefer: where no KV events tell, what a session's history saves is taken off its worker's "
+            "price; strict: it stays with its worker while that is up and not too busy."
+        ),
+    ] = "off"
+    session_wait_s: Annotated[
+        Seconds, Meta(description="Longest predicted wait for which a strict session stays with its worker.")
+    ] = 10.0
+    session_idle_s: Annotated[Seconds, Meta(description="A session not heard of for longer is forgotten.")] = 3600.0
 
 
 class LearningConfig(_Section, frozen=True):

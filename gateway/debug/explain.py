@@ -23,7 +23,21 @@ from gateway.request import BadRequest, decode_body
 from scorer.planner import ModelNotFound, NoWorker
 
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
-_COMPONENTS = ("front", "wait", "adm", "load", "comp", "hop", "pull", "step", "harm", "decode", "queue", "displaced")
+_COMPONENTS = (
+    "front",
+    "wait",
+    "adm",
+    "load",
+    "comp",
+    "hop",
+    "pull",
+    "step",
+    "harm",
+    "decode",
+    "queue",
+    "displaced",
+    "session",
+)
 
 
 async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str | None) -> dict[str, Any]:
@@ -56,6 +70,7 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         "pd_policy": core.config.pd.policy,
         "choice": plan.choice,
         "pd_reason": plan.pd_reason.value,
+        "session": None if plan.session is None else plan.session.value,
         "n_candidates": plan.n_candidates,
         "unavailable": sorted(set(core.fleet.workers) - set(available)),
         "overhead_ms": overhead_ms,

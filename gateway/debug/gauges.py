@@ -53,6 +53,7 @@ class FleetGauges(Collector):
         yield from self._events()
         yield from self._index()
         yield from self._tokens()
+        yield from self._sessions()
         dropped = CounterMetricFamily("warmroute_access_log_lines_dropped", "Access log lines there was no room for.")
         dropped.add_metric([], self._access.dropped)
         yield dropped
@@ -90,6 +91,18 @@ class FleetGauges(Collector):
             age.add_metric([worker.name], math.nan if stats is None else max(0.0, now_s - stats.scraped_at_s))
         yield available
         yield age
+
+    def _sessions(self) -> Iterator[Metric]:
+        sessions = self._core.planner.sessions
+        yield _gauge("sessions", "Sessions whose worker is remembered (scorer.session_affinity).", len(sessions))
+        decided = CounterMetricFamily(
+            "warmroute_session_decisions",
+            "Placements of requests of a session, by what became of it.",
+            labels=["outcome"],
+        )
+        for outcome, n in sessions.counts.items():
+            decided.add_metric([outcome.value], n)
+        yield decided
 
     def _hits(self) -> Iterator[Metric]:
         for name, (text, field) in _HITS.items():

@@ -211,6 +211,8 @@ class Exchange:
             headers["x-warmroute-worker"] = flight.worker
             headers["x-warmroute-cached-tokens"] = str(flight.plan.chosen.cached_tokens)
             headers["x-warmroute-overhead-ms"] = f"{record.overhead_ms:.3f}"
+            if flight.plan.session is not None:
+                headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
         tail = UsageTail()
         if good:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import pytest
 
 from gateway import workers_command
+from gateway.config.schema import ScorerConfig
 from gateway.discovery import FileDiscovery, Source
 from gateway.engine.health import End
 from gateway.errors import UserError
@@ -312,3 +313,26 @@ async def test_the_commands_exit_codes(fleet: Fleet, capsys: pytest.CaptureFixtu
     ):
         with pytest.raises(UserError, match=says):
             workers_command.main(args)
+
+
+async def test_a_session_stays_with_its_worker_and_is_told_so() -> None:
+    scorer = ScorerConfig(policy="round-robin", session_affinity="strict", session_header="x-chat")
+    async with Fleet(scorer=scorer, a=engine(), b=engine()) as fleet:
+        seen = []
+        for _ in range(6):
+            body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+            async with fleet.http.post(fleet.url + "/v1/completions", json=body, headers={"X-Chat": "s"}) as response:
+                seen.append((response.headers["x-warmroute-worker"], response.headers["x-warmroute-session"]))
+        assert [what for _, what in seen] == ["new"] + ["kept"] * 5
+        assert len({worker for worker, _ in seen}) == 1
+        await call(fleet, "POST", f"/{seen[0][0]}/drain")
+        async with fleet.http.post(fleet.url + "/v1/completions", json=body, headers={"X-Chat": "s"}) as response:
+            assert response.headers["x-warmroute-session"] == "moved_unavailable"
+        async with fleet.http.post(
+            fleet.admin + "/debug/explain", json={"model": "tiny", "prompt": "x"}, headers={"X-Chat": "s"}
+        ) as response:
+            assert (await response.json())["session"] == "kept"
+        _, metrics = await fleet.get(fleet.url + "/metrics")
+        assert 'warmroute_session_decisions_total{outcome="kept"} 5.0' in metrics
+        assert "warmroute_sessions 1.0" in metrics
+        assert "x-warmroute-session" not in (await fleet.post(fleet.url + "/v1/completions", body))[2]

@@ -13,7 +13,15 @@ from bench.engine.config import FakeVllmConfig
 from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
 from gateway.config import Config
-from gateway.config.schema import GatewayConfig, HealthConfig, LoggingConfig, PdConfig, TokensConfig, Worker
+from gateway.config.schema import (
+    GatewayConfig,
+    HealthConfig,
+    LoggingConfig,
+    PdConfig,
+    ScorerConfig,
+    TokensConfig,
+    Worker,
+)
 from gateway.run import Gateway
 from tests.support.stacked import Stacked
 
@@ -42,8 +50,11 @@ class Fleet(Stacked):
     is its worker's role.
     """
 
-    def __init__(self, pd: PdConfig | None = None, **engines: FakeVllmConfig) -> None:
+    def __init__(
+        self, pd: PdConfig | None = None, scorer: ScorerConfig | None = None, **engines: FakeVllmConfig
+    ) -> None:
         self._pd = pd or PdConfig()
+        self._scorer = scorer or ScorerConfig()
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
 
@@ -58,6 +69,7 @@ class Fleet(Stacked):
                 for name, server in self.engines.items()
             ),
             pd=self._pd,
+            scorer=self._scorer,
             health=HealthConfig(scrape_interval_s=0.1),
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),

@@ -55,6 +55,8 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "engine": st.sampled_from(["http://10.0.0.1:8200", "https://[fd00::1]/base"]),
     "lease_s": st.floats(1.0, 100.0, exclude_min=True),
     "interval_s": st.floats(1.0, 100.0),
+    "session_affinity": st.sampled_from(["off", "strict"]),
+    "session_header": st.sampled_from(["x-session-id", "X-Chat"]),
 }
 
 
