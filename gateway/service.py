@@ -16,7 +16,7 @@ from aiohttp import web
 
 from gateway.cli import Parser
 from gateway.config import Config, load_config
-from gateway.config.flags import Aliases, add_config_flags, parse_flags
+from gateway.config.flags import Aliases, add_config_flags, flags_of, parse_flags
 from gateway.core import Core
 from gateway.debug.faces import AdminPort, Faces
 from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, StaticDiscovery
@@ -192,7 +192,7 @@ def run(
     parser = Parser(prog=prog, description=description)
     add_config_flags(parser, aliases)
     options, given, unknown = parse_flags(parser, args)
-    config = load_config(options.config, os.environ, given, unknown)
+    config = load_config(options.config, os.environ, given, unknown, flags_of(parser))
     for check in (serving_certificate, client_context):
         check(config.tls)  # What is wrong with the files is said before anything is opened.
     set_up_logging(config)

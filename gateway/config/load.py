@@ -32,17 +32,19 @@ def load_config(
     env: Mapping[str, str] | None = None,
     flags: Mapping[tuple[str, ...], Text] | None = None,
     unknown_flags: Iterable[str] = (),
+    known_flags: Iterable[str] = (),
 ) -> Config:
     """Read every source and check the whole.
 
     `env` is a process environment, of which `WARMROUTE_*` is read (and may name the file as WARMROUTE_CONFIG when
-    `file` is None); `flags` maps key paths to text. Raises ConfigError with all problems at once.
+    `file` is None); `flags` maps key paths to text. An unknown flag is answered with the nearest key's, or one of
+    `known_flags`. Raises ConfigError with all problems at once.
     """
     env = env or {}
     file = file or env.get("WARMROUTE_CONFIG")
     reader = Reader()
     values: Values = reader.yaml_file(file) if file else {}
-    for later in (reader.environment(env), reader.flags(flags or {}, unknown_flags)):
+    for later in (reader.environment(env), reader.flags(flags or {}, unknown_flags, known_flags)):
         _lay_over(values, later)
     if reader.problems:
         raise ConfigError(reader.problems)

@@ -106,8 +106,11 @@ class Reader:
                 self._unknown("variable", name, nearest(name, [*known, "WARMROUTE_CONFIG"]), "environment")
         return _Source(self, lambda path: env_name(_names(path)), is_text=True).struct(Config, tree, ())
 
-    def flags(self, given: Mapping[tuple[str, ...], Text], unknown: Iterable[str]) -> Values:
-        known = [flag_name(path) for path, _ in leaves()]
+    def flags(
+        self, given: Mapping[tuple[str, ...], Text], unknown: Iterable[str], also_known: Iterable[str] = ()
+    ) -> Values:
+        """`unknown` are answered with the nearest one there is, of the keys' own and of `also_known`."""
+        known = [*(flag_name(path) for path, _ in leaves()), *also_known]
         for flag in unknown:
             self._unknown("argument", flag, nearest(flag, known), "command line")
         tree: Values = {}
