@@ -205,7 +205,7 @@ class Core:
         change = self._changes.get(worker)
         if change is not None and change.url is not None:
             self.scraper.remove(worker)
-            self.scraper.add(worker, change.url)
+            self.scraper.add(worker, change.url, change.server_name)
 
     def take(self, source: Source, change: WorkerChange) -> None:
         """Take in what one source says of a worker."""
@@ -232,7 +232,7 @@ class Core:
         self._changes[name] = change
         if before is not None and before.url != change.url:  # Another server under the same name.
             self._forget_engine(name)
-        self.upstreams.set(name, change.url)
+        self.upstreams.set(name, change.url, change.server_name)
         self.health.add(name, time.monotonic(), _group(change, self.capabilities.get(name)))
         self.metrics.add_worker(name)
         self.hits.add_worker(name)
@@ -240,7 +240,7 @@ class Core:
             self._meet(name, change.weight)
             self._subscribe(name)
         self.planner.configure_worker(name)
-        self.scraper.add(name, change.url)
+        self.scraper.add(name, change.url, change.server_name)
 
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)
@@ -333,8 +333,9 @@ class Core:
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def _declare_models(self) -> None:
-        urls = {name: change.url for name, change in self._changes.items() if change.url is not None}
-        self._tokenizers.declare(urls, self.capabilities)
+        changes = self._changes.items()
+        addresses = {name: (it.url, it.server_name) for name, it in changes if it.url is not None}
+        self._tokenizers.declare(addresses, self.capabilities)
 
     # ---- tasks -------------------------------------------------------------------------------------------------------
 

@@ -291,6 +291,8 @@ class WorkerChange(msgspec.Struct, frozen=True, kw_only=True):
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
     nixl_endpoint: str | None = None
+    server_name: str | None = None
+    """Whom its certificate names, if not the host of `url`."""
     labels: Mapping[str, str] = {}
     weight: float = 1.0
     """Relative speed of its hardware: predicted compute seconds are divided by it."""

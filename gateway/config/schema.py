@@ -88,6 +88,10 @@ class Worker(_Section, frozen=True):
         Address | None,
         Meta(description="Where its NIXL side channel is, if not on the host of its URL; without a port, any port."),
     ] = None
+    server_name: Annotated[
+        NonEmpty | None,
+        Meta(description="With https, the name to ask for and check its certificate by; null: the host of the URL."),
+    ] = None
     weight: Annotated[
         float,
         Meta(

@@ -78,6 +78,7 @@ def change(kind: ChangeKind, name: str, worker: Worker) -> WorkerChange:
         replay_endpoint=worker.replay,
         nixl_endpoint=worker.nixl,
         labels=worker.labels,
+        server_name=worker.server_name,
         weight=worker.weight,
     )
 

@@ -138,6 +138,7 @@ def _at(worker: Worker, address: str) -> Worker:
     return msgspec.structs.replace(
         worker,
         url=f"{url.scheme}://{host}:{url.port or PORTS[url.scheme]}{url.path.rstrip('/')}",
+        server_name=worker.server_name or url.hostname,
         events=worker.events and worker.events.replace("//*:", f"//{host}:"),
         replay=worker.replay and worker.replay.replace("//*:", f"//{host}:"),
     )

@@ -91,9 +91,10 @@ class _Failed(Exception):
 
 
 class _Worker:
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, server_name: str | None) -> None:
         self.name = name
         self.url = url.rstrip("/")
+        self.server_name = server_name
         self.scrape: Scrape | None = None
         self.capabilities: Capabilities | None = None
         self.reachable: bool | None = None
@@ -135,14 +136,16 @@ class Scraper:
         """For workers that failed last, so that many dead ones cannot hold up the living."""
         self._workers: dict[str, _Worker] = {}
 
-    def add(self, name: str, url: str) -> None:
-        """Start reading a worker. Needs a running event loop; another URL under the same name replaces it."""
+    def add(self, name: str, url: str, server_name: str | None = None) -> None:
+        """Start reading a worker. Needs a running event loop; another URL under the same name replaces it.
+        `server_name` is what its certificate names, if not the URL's host.
+        """
         known = self._workers.get(name)
         if known is not None:
-            if known.url == url.rstrip("/"):
+            if (known.url, known.server_name) == (url.rstrip("/"), server_name):
                 return
             self.remove(name)
-        worker = self._workers[name] = _Worker(name, url)
+        worker = self._workers[name] = _Worker(name, url, server_name)
         worker.task = asyncio.get_running_loop().create_task(self._follow(worker), name=f"scrape {name}")
 
     def remove(self, name: str) -> None:
@@ -331,7 +334,12 @@ class Scraper:
             try:
                 async with (
                     asyncio.timeout(self._settings.timeout_s),
-                    self._session.get(worker.url + path, headers=self._headers, allow_redirects=False) as response,
+                    self._session.get(
+                        worker.url + path,
+                        headers=self._headers,
+                        allow_redirects=False,
+                        server_hostname=worker.server_name,
+                    ) as response,
                 ):
                     self._on_date(worker.name, response.headers.get("Date"))
                     return response.status, await _bounded(response.content, path)

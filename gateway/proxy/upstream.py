@@ -58,10 +58,13 @@ class _CleanConnector(aiohttp.TCPConnector):
 
 
 class Upstream:
-    """One worker's connections. Answers come undecoded, redirects are not followed, cookies are not kept."""
+    """One worker's connections. Answers come undecoded, redirects are not followed, cookies are not kept. `server_name`
+    is what its certificate names, if not the URL's host.
+    """
 
-    def __init__(self, url: str, settings: PoolSettings) -> None:
+    def __init__(self, url: str, settings: PoolSettings, server_name: str | None = None) -> None:
         self.base_url = url.rstrip("/")
+        self.server_name = server_name
         self._settings = settings
         self._session = self._new_session(keep=True)
         self._fresh: aiohttp.ClientSession | None = None
@@ -106,6 +109,7 @@ class Upstream:
             allow_redirects=False,
             skip_auto_headers=_OWN_HEADERS_OF_AIOHTTP,
             expect100=ask,
+            server_hostname=self.server_name,
         )
 
     def acquire(self) -> None:
@@ -171,13 +175,13 @@ class UpstreamPool:
     def request_timeout_s(self) -> float:
         return self._settings.request_timeout_s
 
-    def set(self, worker: str, url: str) -> Upstream:
-        """The worker's connections; new ones if its URL changed."""
+    def set(self, worker: str, url: str, server_name: str | None = None) -> Upstream:
+        """The worker's connections; new ones if its URL or its name changed."""
         known = self._upstreams.get(worker)
-        if known is not None and known.base_url == url.rstrip("/"):
+        if known is not None and (known.base_url, known.server_name) == (url.rstrip("/"), server_name):
             return known
         self.remove(worker)
-        upstream = self._upstreams[worker] = Upstream(url, self._settings)
+        upstream = self._upstreams[worker] = Upstream(url, self._settings, server_name)
         return upstream
 
     def get(self, worker: str) -> Upstream | None:

@@ -28,6 +28,7 @@ WORKER = st.builds(
     events=st.none() | ENDPOINT,
     replay=st.none() | ENDPOINT,
     weight=st.floats(0.01, 100.0),
+    server_name=st.none() | st.just("vllm.svc"),
     nixl=st.none() | st.sampled_from(["10.0.0.1", "[fd00::1]:5600", "nic-0:5600"]),
     labels=st.dictionaries(TEXT, TEXT, max_size=3),
 )
