@@ -72,6 +72,7 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         "pd_reason": plan.pd_reason.value,
         "session": None if plan.session is None else plan.session.value,
         "n_candidates": plan.n_candidates,
+        "weights": {name: worker.weight for name, worker in sorted(core.fleet.workers.items())},
         "unavailable": sorted(set(core.fleet.workers) - set(available)),
         "overhead_ms": overhead_ms,
         "considered": [msgspec.to_builtins(candidate) for candidate in plan.considered],

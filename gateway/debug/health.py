@@ -103,9 +103,21 @@ def degradations(core: Core) -> list[Degradation]:
     found = [Degradation(what="discovery", detail=problem) for problem in problems]
     if core.learned.problem is not None:
         found.append(Degradation(what="learning_not_kept", detail=core.learned.problem))
+    found += [Degradation(what="discovery", detail=detail) for detail in _named_twice(core)]
     if not core.fleet.workers:
         return [*found, Degradation(what="no_workers", detail="no worker is configured or discovered")]
     return [*found, *_of_workers(core), *_of_pairs(core), *_of_events(core), *_of_tokens(core)]
+
+
+def _named_twice(core: Core) -> Iterator[str]:
+    """Servers that go by several names, of which each sees half of the load."""
+    names: dict[str, list[str]] = {}
+    for name, worker in core.fleet.workers.items():
+        if worker.url is not None and not worker.draining:
+            names.setdefault(worker.url, []).append(name)
+    for url, several in sorted(names.items()):
+        if len(several) > 1:
+            yield f"{', '.join(sorted(several))} are one server ({url}), whose load is counted apart"
 
 
 def _of_workers(core: Core) -> Iterator[Degradation]:
@@ -115,7 +127,9 @@ def _of_workers(core: Core) -> Iterator[Degradation]:
     for name, worker in sorted(core.fleet.workers.items()):
         state, scrape = core.health.state(name), scrapes.get(name)
         if worker.draining:
-            yield Degradation(what="worker_draining", worker=name, detail="it is on its way out")
+            held = core.roster.is_held(name)
+            detail = "an operator has drained it" if held else "it is on its way out"
+            yield Degradation(what="worker_draining", worker=name, detail=detail)
         if name in core.asleep:
             yield Degradation(what="worker_asleep", worker=name, detail="the engine sleeps")
         if state.state is not State.HEALTHY:

@@ -336,3 +336,22 @@ async def test_a_session_stays_with_its_worker_and_is_told_so() -> None:
         assert 'warmroute_session_decisions_total{outcome="kept"} 5.0' in metrics
         assert "warmroute_sessions 1.0" in metrics
         assert "x-warmroute-session" not in (await fleet.post(fleet.url + "/v1/completions", body))[2]
+
+
+async def test_what_a_drain_is_and_who_is_named_twice_is_told(fleet: Fleet) -> None:
+    await call(fleet, "POST", "/a/drain")
+    url = fleet.engines["b"].url
+    fleet.core.take(Source.FILE, WorkerChange(kind=ChangeKind.ADDED, worker="b-again", url=url))
+    _, page = await fleet.get(fleet.url + "/readyz?verbose")
+    told = {(row["what"], row["detail"]) for row in page["degraded"]}
+    assert ("worker_draining", "an operator has drained it") in told
+    assert ("discovery", f"b, b-again are one server ({url}), whose load is counted apart") in told
+
+
+async def test_explain_shows_weights(fleet: Fleet) -> None:
+    await call(fleet, "POST", "", {"url": fleet.engines["spare"].url, "name": "slow", "weight": 0.5})
+    await until(lambda: "slow" in fleet.core.capabilities)
+    _, page, _ = await fleet.post(fleet.admin + "/debug/explain", {"model": "tiny", "prompt": "x " * 4000})
+    assert page["weights"] == {"a": 1.0, "b": 1.0, "slow": 0.5}
+    comp_s = {row["decode"][0]: row["price"]["comp_s"] for row in page["considered"]}
+    assert comp_s["slow"] == pytest.approx(2 * comp_s["a"])
