@@ -103,6 +103,9 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
     for i, worker in enumerate(config.discovery.dns):
         if worker.name is not None:
             yield ("discovery", "dns", i, "name"), "cannot be given: each address found is a worker called address:port"
+        url = urlsplit(worker.url)
+        if (url.hostname or "").startswith("_") and url.port is not None:
+            yield ("discovery", "dns", i, "url"), "names a service by its SRV records, which name the port"
     yield from _repeated_workers(config.workers)
 
 

@@ -12,12 +12,14 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
 from gateway.config.schema import Worker
 from gateway.discovery.base import PORTS, Source, differences, worker_name
+from gateway.discovery.srv import Target, targets_of
 from scorer.types import ChangeKind, WorkerChange
 
 _log = logging.getLogger(__name__)
@@ -25,6 +27,17 @@ _log = logging.getLogger(__name__)
 Addresses = Sequence[str]
 Resolve = Callable[[str], Addresses]
 """All addresses of a name, none if it has none (any more). Raises OSError. It may block."""
+Service = Callable[[str], Sequence[Target]]
+"""All targets of a service's SRV records, likewise."""
+
+
+class Server(NamedTuple):
+    """`port` and `name` are those of an SRV record."""
+
+    address: str
+    port: int | None = None
+    name: str | None = None
+
 
 EMPTY_ANSWERS = 3
 """So many in a row are believed."""
@@ -53,14 +66,14 @@ class _Name:
         self.host = urlsplit(worker.url).hostname or ""
         self.workers: dict[str, Worker] = {}
         self.problem: str | None = None
-        self.asking: asyncio.Future[Addresses] | None = None
+        self.asking: asyncio.Future[list[Server]] | None = None
         self._empty = 0
 
-    def answered(self, addresses: Addresses) -> None:
-        if addresses:
+    def answered(self, servers: Sequence[Server]) -> None:
+        if servers:
             self._empty = 0
             self.problem = None
-            found = [_at(self.worker, address) for address in addresses]
+            found = [_at(self.worker, server) for server in servers]
             self.workers = {worker_name(worker): worker for worker in found}
             return
         self._empty += 1
@@ -75,14 +88,24 @@ class _Name:
 
 
 class DnsDiscovery:
-    """Resolves the host of each entry's URL every `interval_s`; its other keys are those of every worker found."""
+    """Resolves the host of each entry's URL every `interval_s`; its other keys are those of every worker found. A host
+    that begins with `_` is a service, with SRV records.
+    """
 
     source = Source.DNS
 
-    def __init__(self, entries: Sequence[Worker], *, interval_s: float, resolve: Resolve = addresses_of) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Worker],
+        *,
+        interval_s: float,
+        resolve: Resolve = addresses_of,
+        service: Service = targets_of,
+    ) -> None:
         self._names = [_Name(entry) for entry in entries]
         self._interval_s = interval_s
         self._resolve = resolve
+        self._service = service
         self._told: str | None = None
 
     @property
@@ -110,7 +133,7 @@ class DnsDiscovery:
     async def _look(self, name: _Name, threads: ThreadPoolExecutor) -> None:
         """A question that is not answered in time goes on, so that no more than one of each waits in a thread."""
         if name.asking is None:
-            name.asking = asyncio.get_running_loop().run_in_executor(threads, self._resolve, name.host)
+            name.asking = asyncio.get_running_loop().run_in_executor(threads, self._servers, name.host)
         done, _ = await asyncio.wait({name.asking}, timeout=_TIMEOUT_S)
         if not done:
             name.failed("no answer")
@@ -120,6 +143,13 @@ class DnsDiscovery:
             name.answered(asked.result())
         except (OSError, UnicodeError) as exc:
             name.failed(str(getattr(exc, "strerror", None) or exc))
+
+    def _servers(self, host: str) -> list[Server]:
+        """In a thread."""
+        if not host.startswith("_"):
+            return [Server(address) for address in self._resolve(host)]
+        targets = self._service(host)
+        return [Server(address, it.port, it.name) for it in targets for address in self._resolve(it.name)]
 
     def _tell(self) -> None:
         problem = self.problem
@@ -131,14 +161,15 @@ class DnsDiscovery:
         self._told = problem
 
 
-def _at(worker: Worker, address: str) -> Worker:
+def _at(worker: Worker, server: Server) -> Worker:
     """`worker` at one of its name's addresses; of endpoints, a host `*` stands for that."""
     url = urlsplit(worker.url)
-    host = f"[{address}]" if ":" in address else address
+    host = f"[{server.address}]" if ":" in server.address else server.address
+    port = server.port or url.port or PORTS[url.scheme]
     return msgspec.structs.replace(
         worker,
-        url=f"{url.scheme}://{host}:{url.port or PORTS[url.scheme]}{url.path.rstrip('/')}",
-        server_name=worker.server_name or url.hostname,
+        url=f"{url.scheme}://{host}:{port}{url.path.rstrip('/')}",
+        server_name=worker.server_name or server.name or url.hostname,
         events=worker.events and worker.events.replace("//*:", f"//{host}:"),
         replay=worker.replay and worker.replay.replace("//*:", f"//{host}:"),
     )
