@@ -115,13 +115,14 @@ class WorkersPage:
         if core.roster.source(name) is None and not core.fleet.workers[name].draining:
             raise _conflict(f"{name} was named by a request's hint, and goes by itself.", "worker_not_listed")
         worker = core.fleet.workers[name]
+        last = {**self._shown(worker), "state": "removed"}
         kind = ChangeKind.REMOVED if force else ChangeKind.DRAINING
         for source in core.roster.claims(name):
             core.take(source, WorkerChange(kind=kind, worker=name))
         if force:
             core.apply(WorkerChange(kind=ChangeKind.REMOVED, worker=name))  # It may have been leaving already.
             _log.info("%s was removed through the API", name)
-            return _json({**self._shown(worker), "state": "removed"})
+            return _json(last)
         core.leaving.send_off(name, None if timeout_s is None else time.monotonic() + timeout_s)
         _log.info("%s is to go, when it is idle, through the API", name)
         return _json(self._shown(worker), 202)
