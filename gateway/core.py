@@ -196,10 +196,6 @@ class Core:
         self.ingest.forget(worker, "its cache was emptied")
         self.planner.forget_blocks(worker)
 
-    def known_blocks(self, worker: str) -> dict[str, int]:
-        """What it is thought to hold: `blocks` as its events say, `assumed_blocks` of what it was sent."""
-        return {"blocks": self.index.blocks(worker), "assumed_blocks": self.planner.holdings.assumed_blocks(worker)}
-
     def models_changed(self, worker: str) -> None:
         """Adapters came or went: ask at once instead of within the models interval."""
         change = self._changes.get(worker)

@@ -32,6 +32,9 @@ Address = Annotated[
     Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
 ]
 HeaderName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$", extra={"expected": "a header's name"})]
+WorkerName = Annotated[
+    str, Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", extra={"expected": "a text without control characters"})
+]
 NonEmpty = Annotated[str, Meta(min_length=1, extra={"expected": "a non-empty text"})]
 
 
@@ -73,7 +76,7 @@ class Worker(_Section, frozen=True):
 
     url: Annotated[Url, Meta(description="Base URL of the server.")]
     name: Annotated[
-        NonEmpty | None, Meta(description="Name in metrics and headers; null takes host:port of the URL.")
+        WorkerName | None, Meta(description="Name in metrics and headers; null takes host:port of the URL.")
     ] = None
     role: Annotated[Literal["both", "prefill", "decode"], Meta(description="What the worker may be asked to do.")] = (
         "both"

@@ -53,7 +53,7 @@ class IndexReset:
         for name, answer in zip(names, said, strict=False):
             results[name]["engine"] = answer
         for name in names:
-            results[name] = {**self._core.known_blocks(name), **results[name]}
+            results[name] = {**self._known_blocks(name), **results[name]}
             self._core.cache_cleared(name)
         if not set(self._core.fleet.workers) - set(names):
             self._core.prefixes.clear()
@@ -77,6 +77,11 @@ class IndexReset:
                 raise errors.model_not_found(model)
             wanted |= serving
         return sorted(wanted)
+
+    def _known_blocks(self, worker: str) -> dict[str, int]:
+        """What it is thought to hold: as its events say, and of what it was sent."""
+        core = self._core
+        return {"blocks": core.index.blocks(worker), "assumed_blocks": core.planner.holdings.assumed_blocks(worker)}
 
     async def _reset_engine(self, worker: str) -> dict[str, Any]:
         answer = await self._controls.ask(worker, _ENGINE_RESET, _ENGINE_RESET.path, CIMultiDict(), b"")
