@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
@@ -177,7 +178,13 @@ class _Source:
         elif not isinstance(given, dict):
             self._fail(path, f"expected a URL or an object, got {_shown(given)}")
             return {}
-        return self.struct(Worker, given, path)
+        values = self.struct(Worker, given, path)
+        url = values.get("url")
+        try:
+            urlsplit(url if isinstance(url, str) else "")
+        except ValueError as exc:  # An address in brackets that is none.
+            self._fail((*path, "url"), str(exc))
+        return values
 
     def _list(self, key: Key, given: object, path: Path) -> tuple[object, ...]:
         items = self._items(given, path)

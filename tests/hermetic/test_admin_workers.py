@@ -93,6 +93,7 @@ async def test_a_bare_url_is_a_worker_too(fleet: Fleet) -> None:
         ({"url": "file:///etc/passwd"}, "expected an http:// or https:// URL"),
         ({"url": "http://user:pw@h:1"}, "expected an http:// or https:// URL"),
         ({"url": "http://h:1", "rank": 3}, "rank: unknown key"),
+        ({"url": "http://[1:2]:80"}, "url: '1:2' does not appear to be an IPv4 or IPv6 address"),
         ({"url": "http://h:1", "name": "a\r\nx-evil: 1"}, "name: expected a text without control characters"),
         ({"url": "http://h:1", "name": "a\n"}, "name: expected a text without control characters"),
         ({"url": "http://h:1", "name": ""}, "name: expected a text without control characters"),
