@@ -245,6 +245,8 @@ METRICS = {
     "requests_in_flight",
     "requests_rejected",
     "retries",
+    "session_decisions",
+    "sessions",
     "time_to_first_token_seconds",
     "token_source",
     "tokenizer_cache",
