@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
+
+from gateway.engine.settings import Settings
 
 MAX_CARDS = 1000
 MAX_RANKS = 256
@@ -56,8 +57,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool | None = None
     kv_cache_dtype: str | None = None
     """None for "auto" too, which may be any."""
-    dtype: str | None = None
-    """Of the model's weights; told in development mode only."""
+    settings: Settings | None = None
+    """Told in development mode only, and asked only of engines that hand KV over."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -88,10 +89,6 @@ class _Version(msgspec.Struct):
     version: str
 
 
-class _ServerInfo(msgspec.Struct):
-    vllm_config: str
-
-
 class _Source(msgspec.Struct):
     enable_kv_cache_events: bool = True
     publisher: str | None = None
@@ -103,8 +100,6 @@ class _Source(msgspec.Struct):
 
 _cards = msgspec.json.Decoder(_Cards)
 _version = msgspec.json.Decoder(_Version)
-_server_info = msgspec.json.Decoder(_ServerInfo)
-_DTYPE = re.compile(r"[ ,(]dtype=([\w.]+)")
 _sources = msgspec.json.Decoder(dict[int, _Source], strict=False)
 
 
@@ -127,12 +122,6 @@ def parse_models(body: bytes) -> Models:
 def parse_version(body: bytes) -> str:
     """`/version`. Raises msgspec.MsgspecError."""
     return _version.decode(body).version
-
-
-def parse_dtype(body: bytes) -> str | None:
-    """`/server_info`: the type of the weights. Raises msgspec.MsgspecError."""
-    found = _DTYPE.search(_server_info.decode(body).vllm_config)
-    return None if found is None else found.group(1)
 
 
 def parse_event_sources(body: bytes, worker_url: str) -> dict[int, EventSource]:
