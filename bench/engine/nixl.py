@@ -64,7 +64,8 @@ class NixlSide:
         self.engine_id = engine_id if config.data_parallel_size == 1 else f"{engine_id}_dp{rank}"
         self.expired = self.late = self.failed = self.failed_notifications = 0
         self.transfers = Transfers()
-        self._compatibility = (config.version, config.root or config.model, config.dtype, config.kv_cache_dtype)
+        model = (config.root or config.model, config.dtype)
+        self._compatibility = (config.version, *model, config.kv_cache_dtype, config.attention_backend)
         self._driver = driver
         self._config = config
         self._die = die

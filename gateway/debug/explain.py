@@ -27,6 +27,8 @@ from scorer.planner import ModelNotFound, NoWorker
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
 _COMPONENTS = ("front", "wait", "adm", "load", "comp", "hop", "pull", "step", "harm", "decode", "queue", "displaced")
 _TIMEOUT_S = 30.0
+_NO_MODEL = "model_not_found"
+_WHICH_PORT = "Is it the main port? --admin takes the gateway's admin address (gateway.admin_port, 8001 by default)."
 
 
 async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str | None) -> dict[str, Any]:
@@ -100,7 +102,10 @@ def _ask(url: str, body: bytes) -> dict[str, Any]:
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as exc:
-        raise UserError(_error_text(exc.read()) or f"{url}: status {exc.code}") from None
+        said, code = _error(exc.read())
+        if exc.code in (404, 405) and code != _NO_MODEL:
+            said = f"{url}: {said or f'status {exc.code}'} {_WHICH_PORT}"
+        raise UserError(said or f"{url}: status {exc.code}") from None
     except (urllib.error.URLError, TimeoutError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         raise UserError(f"no gateway answers at {url}: {reason}") from None
@@ -108,11 +113,13 @@ def _ask(url: str, body: bytes) -> dict[str, Any]:
         raise UserError(f"{url} did not answer in JSON; is it a gateway's admin address?") from None
 
 
-def _error_text(body: bytes) -> str | None:
+def _error(body: bytes) -> tuple[str | None, str | None]:
+    """Message and code of an OpenAI error."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return None
+        error = json.loads(body)["error"]
+        return str(error["message"]), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, None
 
 
 def _table(answer: dict[str, Any]) -> str:

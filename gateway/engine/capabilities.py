@@ -141,7 +141,7 @@ def engine_binds(endpoint: str) -> bool:
     """
     if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
         return True
-    return not _is_local(_split(endpoint)[0])
+    return not is_local(_split(endpoint)[0])
 
 
 def _reachable(source: _Source, host: str) -> EventSource:
@@ -173,11 +173,11 @@ def outside_address(endpoint: str, host: str) -> str | None:
     if endpoint.startswith("inproc://"):
         return None
     if endpoint.startswith("ipc://"):
-        return endpoint if _is_local(host) else None
+        return endpoint if is_local(host) else None
     own, port = _split(endpoint)
     if not port.isdigit():
         return None
-    if own in _WILDCARDS or _is_local(own):
+    if own in _WILDCARDS or is_local(own):
         own = host
     return f"tcp://[{own}]:{port}" if ":" in own else f"tcp://{own}:{port}"
 
@@ -187,7 +187,7 @@ def _split(endpoint: str) -> tuple[str, str]:
     return own.strip("[]"), port
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether `host` means something else on every machine."""
     if host == "localhost":
         return True

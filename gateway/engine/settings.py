@@ -27,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int | None = None
     attention_backend: str | None = None
     draft: str | None = None
-    """A draft model that looks at hidden states, and so takes part in what is handed over; "none" where there is none."""
+    """A draft model that looks at hidden states, and so takes part in what is handed over; "none" if there is none."""
     hybrid_manager: bool | None = None
     connector: str | None = None
     """vLLM's name of it; "none" where there is none."""
@@ -62,7 +62,10 @@ _TEXT = {
 def parse_settings(body: bytes) -> Settings:
     """`/server_info` in either form. Raises msgspec.MsgspecError for what is neither."""
     info = _server_info.decode(body)
-    host, port = _text(info.vllm_env, "VLLM_NIXL_SIDE_CHANNEL_HOST"), _size(info.vllm_env, "VLLM_NIXL_SIDE_CHANNEL_PORT")
+    host, port = (
+        _text(info.vllm_env, "VLLM_NIXL_SIDE_CHANNEL_HOST"),
+        _size(info.vllm_env, "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+    )
     if isinstance(info.vllm_config, str):
         told = {name: found[1] for name, shown in _TEXT.items() if (found := shown.search(info.vllm_config))}
         return Settings(

@@ -94,7 +94,7 @@ def test_cross_layer_blocks_are_told_as_text_too() -> None:
 
 
 def test_sections_of_other_shapes_tell_nothing() -> None:
-    info = {"vllm_config": dict.fromkeys(RECORDED["json"]["vllm_config"], [1]), "vllm_env": {}}
+    info = {"vllm_config": {name: [1] for name in RECORDED["json"]["vllm_config"]}, "vllm_env": {}}
     assert parse_settings(json.dumps(info).encode()) == Settings(draft="none", connector="none")
     for body in (b"", b"[]", b'{"vllm_config": 5}', b"\xff", b"{}"):
         with pytest.raises(msgspec.MsgspecError):
