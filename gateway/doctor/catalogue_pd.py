@@ -48,7 +48,8 @@ PD_RULES: dict[str, Rule] = {
     ),
     "lease-short": Rule(
         _ERROR,
-        "Blocks read after their lease has ended give wrong text with status 200, which then stays in the cache.",
+        "Blocks read after their lease has ended give wrong text with status 200, which then stays in the cache. While "
+        "the engine tells its lease (in development mode only) the gateway goes by the shorter one.",
         'run the gateway with --pd-lease-s set to the shortest "kv_lease_duration" of its prefill workers',
     ),
     "lease-long": Rule(
