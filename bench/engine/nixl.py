@@ -255,7 +255,8 @@ class NixlSide:
         peer = _sides.get(_address(params))
         if peer is None or peer.engine_id != params["remote_engine_id"] or peer._compatibility != self._compatibility:
             return None
-        return peer
+        refused = self._config.engine.block_size % peer._config.engine.block_size  # the handshake asserts it
+        return None if refused else peer
 
     def _beat(self) -> None:
         self._heartbeat = None

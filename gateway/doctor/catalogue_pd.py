@@ -67,8 +67,8 @@ PD_RULES: dict[str, Rule] = {
     "pair-incompatible": Rule(
         _ERROR,
         "Engines that differ in this refuse each other when they shake hands; no prompt is handed over.",
-        "start both with the same version, --model path, --dtype, --kv-cache-dtype, attention backend and connector "
-        "options",
+        "start both with the same version, --model path, --dtype, --kv-cache-dtype, --block-size, attention backend "
+        "and connector options",
     ),
     "peer-incompatible": Rule(
         _NOTE,
@@ -82,9 +82,8 @@ PD_RULES: dict[str, Rule] = {
         "start both with the same --block-size",
     ),
     "pair-tensor-parallel": Rule(
-        _WARNING,
-        "A prefill worker that is spread over more GPUs than the decode worker works only where no KV head is kept "
-        "twice (vLLM 0.32).",
+        _NOTE,
+        "Engines refuse that when the prefill worker has more ranks than the model KV heads (vLLM 0.32; not with MLA).",
         "give the decode worker at least the --tensor-parallel-size of the prefill worker",
     ),
     "handoff": Rule(_OK, "A random prompt was computed by one and fetched by the other."),

@@ -32,6 +32,7 @@ from gateway.engine.capabilities import EventSource
 from gateway.engine.settings import PATH as SERVER_INFO
 from gateway.engine.settings import Settings, parse_settings
 from gateway.engine.transfers import parse_nixl
+from gateway.tls import client_context
 from scorer.types import Role
 
 _DEADLINE_TIMEOUTS = 20.0
@@ -66,7 +67,7 @@ _KEEP_ALIVE_S = 2.0
 async def examine(urls: Sequence[str], options: Options, *, rng: random.Random, repeated: Sequence[str] = ()) -> Report:
     """Findings about the workers at `urls`, each given once; `repeated` are those that were given more often."""
     found: dict[str, list[Finding]] = {url: [] for url in urls}
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=client_context(options.config.tls))
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
         visits = [Visit(Http(session, url, options.timeout_s, options.headers), options, found[url]) for url in urls]
         await asyncio.gather(*(visit.guard(visit.identify()) for visit in visits))

@@ -70,6 +70,7 @@ class Identity(msgspec.Struct, kw_only=True):
             version=self.version,
             model_path=None if self.models is None else self.models.root,
             kv_cache_dtype=self.kv_cache_dtype,
+            block_size=None if self.stats is None else self.stats.block_size,
             hands_over=self.hands_over,
             settings=self.settings,
         )

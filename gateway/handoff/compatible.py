@@ -1,7 +1,8 @@
 """What two engines must have in common before one can fetch the other's KV. One table, for the gateway and doctor.
 
 NixlConnector compares a hash of these when two engines shake hands (vLLM 0.32: version, model path, dtype, KV heads,
-layers, attention backend, KV cache dtype, hybrid manager, draft model, transfer mode), and refuses for any difference.
+layers, attention backend, KV cache dtype, hybrid manager, draft model, transfer mode), and refuses for any difference;
+then it looks at block sizes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str | None = None
     kv_cache_dtype: str | None = None
     """None for "auto" too, which may be any."""
+    block_size: int | None = None
     hands_over: bool | None = None
     settings: Settings | None = None
 
@@ -53,6 +55,9 @@ def differences(prefill: Side, decode: Side) -> Iterator[Difference]:
     ):
         if one is not None and other is not None and one != other:
             yield Difference(what=what, prefill=one, decode=other)
+    if prefill.block_size and decode.block_size and decode.block_size % prefill.block_size:
+        what = "block sizes (who decodes needs a multiple)"
+        yield Difference(what=what, prefill=str(prefill.block_size), decode=str(decode.block_size))
 
 
 def without_connector(prefill: Side, decode: Side) -> str | None:

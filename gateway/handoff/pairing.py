@@ -95,6 +95,7 @@ class Pairing:
             version=told.version,
             model_path=told.root,
             kv_cache_dtype=told.kv_cache_dtype,
+            block_size=told.block_size,
             hands_over=hands_over(worker),
             settings=told.settings,
         )

@@ -30,7 +30,7 @@ LARGE = {"kv_bytes_per_token": MIB}
 async def fleet(
     decode: dict[str, Any] | None = None, decode_size: int = 32, **prefill: Any
 ) -> AsyncIterator[tuple[FakeVllm, FakeVllm]]:
-    theirs = config(**(decode or {})).with_engine(block_size=decode_size)
+    theirs = config(**(decode or {})).with_engine(block_size=decode_size, num_gpu_blocks=200)
     async with FakeVllm(config(**prefill)) as p, FakeVllm(theirs) as d:
         yield p, d
 
@@ -152,13 +152,20 @@ async def test_block_sizes_of_a_pair() -> None:
         report = await report_on(p, d)
         assert problems(report) == ["pair-block-sizes"]
         assert of(report)["pair-block-sizes"].evidence["prefill"] == 32
+        assert "handoff" in of(report)
+    async with fleet(decode_size=16) as (p, d):
+        report = await report_on(p, d)
+        assert problems(report) == ["pair-incompatible"]
+        assert of(report)["pair-incompatible"].evidence["what"].startswith("block sizes")
 
 
 async def test_tensor_parallelism_of_a_pair() -> None:
     async with fleet({"tensor_parallel_size": 2}, tensor_parallel_size=4) as (p, d):
-        assert problems(await report_on(p, d)) == ["pair-tensor-parallel"]
+        report = await report_on(p, d)
+        assert problems(report) == []
+        assert of(report)["pair-tensor-parallel"].evidence["prefill"] == 4
     async with fleet({"tensor_parallel_size": 4}, tensor_parallel_size=2) as (p, d):
-        assert problems(await report_on(p, d)) == []
+        assert "pair-tensor-parallel" not in of(await report_on(p, d))
 
 
 async def test_leases_other_than_the_gateways() -> None:

@@ -88,7 +88,8 @@ def test_workers_of_other_models_are_no_pair() -> None:
         ({"kv_role": "kv_consumer"}, ["kv-role"]),
         ({"load_failure_policy": "recompute"}, []),
         ({"tensor_parallel": 2}, ["pair-tensor-parallel"]),
-        ({"stats": EngineStats(scraped_at_s=0.0, block_size=32)}, ["pair-block-sizes"]),
+        ({"stats": EngineStats(scraped_at_s=0.0, block_size=8)}, ["pair-block-sizes"]),
+        ({"stats": EngineStats(scraped_at_s=0.0, block_size=32)}, ["pair-incompatible"]),
     ],
 )
 def test_what_a_prefill_worker_can_have_wrong(changes: dict[str, Any], codes: list[str]) -> None:

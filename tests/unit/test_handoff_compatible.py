@@ -20,7 +20,15 @@ TOLD = Settings(
     backends="UCX",
     cross_layer_blocks=False,
 )
-SIDE = Side(name="p", version="0.32.0", model_path="/m", kv_cache_dtype="fp8", hands_over=True, settings=TOLD)
+SIDE = Side(
+    name="p",
+    version="0.32.0",
+    model_path="/m",
+    kv_cache_dtype="fp8",
+    block_size=32,
+    hands_over=True,
+    settings=TOLD,
+)
 
 
 def side(**changes: Any) -> Side:
@@ -45,6 +53,7 @@ def whats(decode: Side) -> list[str]:
         ({"connector": "NixlPushConnector"}, "transfer modes"),
         ({"backends": "LIBFABRIC"}, "NIXL backends"),
         ({"cross_layer_blocks": True}, "cross-layer blocks"),
+        ({"block_size": 16}, "block sizes (who decodes needs a multiple)"),
     ],
 )
 def test_each_difference_alone(changes: dict[str, Any], what: str) -> None:
@@ -54,6 +63,7 @@ def test_each_difference_alone(changes: dict[str, Any], what: str) -> None:
 def test_what_is_not_told_is_no_difference() -> None:
     assert whats(SIDE) == []
     assert whats(Side(name="d")) == []
+    assert whats(side(block_size=64)) == whats(side(block_size=None)) == []
     assert whats(side(tensor_parallel=8, lease_s=5.0, kv_role="kv_consumer")) == []  # Engines do not compare these.
 
 
