@@ -81,13 +81,14 @@ async def examine(urls: Sequence[str], options: Options, *, rng: random.Random, 
             for tap in shared.values():
                 await tap.close()
         fleet = judge_fleet([visit.me for visit in visits], plan, repeated)
-        fleet += judge_clocks([(visit.url, visit.offset) for visit in visits])
-        for visit in visits:
-            fleet += judge_clock(visit.me, visit.offset, margin_s=options.config.pd.lease_margin_s)
         fleet += await _together(visits, options, rng)
         if options.admin is not None:
             fleet += await examine_gateway(Http(session, options.admin, options.timeout_s))
         await asyncio.gather(*(visit.guard(visit.count()) for visit in visits if visit.me.nixl is not None))
+    # At the end, when every answer has narrowed down what can be said.
+    fleet += judge_clocks([(visit.url, visit.offset) for visit in visits])
+    for visit in visits:
+        fleet += judge_clock(visit.me, visit.offset, margin_s=options.config.pd.lease_margin_s)
     for each in fleet:
         if each.worker:
             found[each.worker].append(each)
@@ -163,7 +164,7 @@ class Visit:
         return None
 
     async def count(self) -> None:
-        """What it has transferred by now, and how its clock goes: at the end, when probes have added to both."""
+        """What it has transferred by now, the probes included."""
         answer = await self.http.get("/metrics")
         if isinstance(answer, Answer):
             self.me.nixl = parse_nixl(answer.body.decode(errors="replace")) or self.me.nixl
