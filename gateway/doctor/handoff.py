@@ -111,7 +111,7 @@ class Handoffs:
         said = f"a prompt of {len(ids)} tokens went from {prefill.url} to {decode.url}"
         if not moved.transfers:
             return finding("handoff-unseen", "", f"{said}, and no transfer was counted", evidence=shown)
-        shown |= {"bytes": int(moved.n_bytes), "ms": round(moved.seconds * 1e3, 2)}
+        shown |= {"bytes": moved.n_bytes, "ms": round(moved.seconds * 1e3, 2)}
         said += f": {moved.n_bytes / 1e6:.3g} MB in {moved.seconds * 1e3:.1f} ms"
         return finding("handoff", "", said, evidence=shown)
 

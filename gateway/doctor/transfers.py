@@ -24,6 +24,7 @@ MIN_BYTES = 64 << 20
 MIN_DESCRIPTORS = 1000
 _ADAPTER_GBPS = 400.0
 _HALF = 0.5
+_NO_TIME_S = 1e-9
 
 
 def judge_transfers(me: Identity) -> list[Finding]:
@@ -61,15 +62,15 @@ def _speed(url: str, counts: NixlCounts) -> Finding:
     enough = counts.n_bytes >= MIN_BYTES and counts.n_bytes / TCP_BYTES_PER_S >= fixed_s
     if not counts.transfers or not counts.seconds or not enough:
         said = f"{counts.transfers} transfers of {_size(counts.n_bytes)} in all tell nothing of the way they take"
-        shown: dict[str, Any] = {"transfers": counts.transfers, "bytes": int(counts.n_bytes)}
+        shown: dict[str, Any] = {"transfers": counts.transfers, "bytes": counts.n_bytes}
         return finding("nixl-unjudged", url, said, evidence=shown)
-    wire_s = max(counts.seconds - fixed_s, 1e-9)
-    mb_per_s = counts.n_bytes / counts.seconds / 1e6
+    wire_s = max(counts.seconds - fixed_s, _NO_TIME_S)
+    mb_per_s = counts.n_bytes / max(counts.seconds, _NO_TIME_S) / 1e6
     each_ms = counts.seconds / counts.transfers * 1e3
     shown = {
         "mb_per_s": round(mb_per_s, 1),
         "transfers": counts.transfers,
-        "bytes": int(counts.n_bytes),
+        "bytes": counts.n_bytes,
         "ms_per_transfer": round(each_ms, 2),
     }
     said = f"{_size(counts.n_bytes)} in {counts.transfers} transfers at {mb_per_s:,.0f} MB/s, {each_ms:.1f} ms each"

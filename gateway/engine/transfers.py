@@ -17,9 +17,9 @@ class NixlCounts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transfers: int = 0
-    n_bytes: float = 0.0
+    n_bytes: int = 0
     seconds: float = 0.0
-    descriptors: float = 0.0
+    descriptors: int = 0
     failed: int = 0
     expired: int = 0
     late: int = 0
@@ -43,9 +43,9 @@ def parse_nixl(text: str) -> NixlCounts | None:
         return None
     return NixlCounts(
         transfers=int(sums["xfer_time_seconds_count"]),
-        n_bytes=sums["bytes_transferred_sum"],
+        n_bytes=int(sums["bytes_transferred_sum"]),
         seconds=sums["xfer_time_seconds_sum"],
-        descriptors=sums["num_descriptors_sum"],
+        descriptors=int(sums["num_descriptors_sum"]),
         failed=int(sums["num_failed_transfers_total"]),
         expired=int(sums["num_kv_expired_reqs_total"]),
         late=int(sums["num_notifications_after_expiry_total"]),

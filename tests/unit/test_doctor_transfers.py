@@ -16,11 +16,11 @@ from gateway.engine.settings import Settings
 from gateway.engine.transfers import NixlCounts, parse_nixl
 from scorer.types import EngineStats, Role
 
-H200_SESSION = NixlCounts(transfers=82, n_bytes=77.1e9, seconds=1.32, descriptors=149_292)
+H200_SESSION = NixlCounts(transfers=82, n_bytes=int(77.1e9), seconds=1.32, descriptors=149_292)
 """Two H200 over NVLink, mixed load: 58 GB/s, 0.5 MB a descriptor."""
-H200_AGED_16 = NixlCounts(transfers=10, n_bytes=12.1e9, seconds=0.685, descriptors=181_620)
+H200_AGED_16 = NixlCounts(transfers=10, n_bytes=int(12.1e9), seconds=0.685, descriptors=181_620)
 """The same with blocks of 16 tokens in a used cache: ten pulls of 8k tokens."""
-TCP = NixlCounts(transfers=40, n_bytes=40 * 1.21e9, seconds=97.0, descriptors=40 * 4608)
+TCP = NixlCounts(transfers=40, n_bytes=int(40 * 1.21e9), seconds=97.0, descriptors=40 * 4608)
 """Without RDMA on one host, as reported of vLLM 0.26: 0.5 GB/s."""
 
 
@@ -55,15 +55,16 @@ def test_small_blocks_are_no_slow_network() -> None:
     assert shown["recommended_block_size"] == 64
     assert shown["bytes_per_descriptor"] == 66_622
     assert shown["most_mb_per_s"] == 15_316
-    assert list(judged(NixlCounts(transfers=10, n_bytes=12.1e9, seconds=0.19, descriptors=42_300))) == ["nixl-speed"]
+    aged_64 = NixlCounts(transfers=10, n_bytes=int(12.1e9), seconds=0.19, descriptors=42_300)
+    assert list(judged(aged_64)) == ["nixl-speed"]
 
 
 @pytest.mark.parametrize(
     "counts",
     [
         NixlCounts(),
-        NixlCounts(transfers=3, n_bytes=1.5e6, seconds=0.05, descriptors=100),  # a tiny model over TCP
-        NixlCounts(transfers=1000, n_bytes=1e9, seconds=9.0, descriptors=2000),  # a megabyte each: the base counts
+        NixlCounts(transfers=3, n_bytes=int(1.5e6), seconds=0.05, descriptors=100),  # a tiny model over TCP
+        NixlCounts(transfers=1000, n_bytes=int(1e9), seconds=9.0, descriptors=2000),  # a megabyte each: the base counts
     ],
 )
 def test_what_cannot_be_judged(counts: NixlCounts) -> None:
@@ -136,7 +137,7 @@ def test_series_of_all_ranks_are_added_up() -> None:
         )
     )
     counts = parse_nixl(text)
-    assert counts == NixlCounts(transfers=8, n_bytes=2e9, seconds=3.0, descriptors=200.0, failed=2, expired=4)
-    assert counts.since(NixlCounts(transfers=3, n_bytes=5e9)).transfers == 5
-    assert counts.since(NixlCounts(transfers=3, n_bytes=5e9)).n_bytes == 0
+    assert counts == NixlCounts(transfers=8, n_bytes=int(2e9), seconds=3.0, descriptors=200.0, failed=2, expired=4)
+    assert counts.since(NixlCounts(transfers=3, n_bytes=int(5e9))).transfers == 5
+    assert counts.since(NixlCounts(transfers=3, n_bytes=int(5e9))).n_bytes == 0
     assert parse_nixl("vllm:num_requests_running 0.0\n") is None
