@@ -27,7 +27,7 @@ from gateway.doctor.probe import Outcome, Prober, probe_length
 from gateway.doctor.tap import Tap, connect_error, is_up, until
 from gateway.doctor.team import examine_team
 from gateway.doctor.tokenizer import check_tokenizer, tokenizer_path
-from gateway.doctor.transfers import judge_transfers, layer_bytes_per_token
+from gateway.doctor.transfers import judge_transfers, kv_shape
 from gateway.engine.capabilities import EventSource
 from gateway.engine.settings import PATH as SERVER_INFO
 from gateway.engine.settings import Settings, parse_settings
@@ -153,7 +153,7 @@ class Visit:
         self.sources = sources_of(self.me, options.events.get(self.url), options.replays.get(self.url))
         if self.me.nixl is not None or self.me.role is not Role.BOTH:
             self.me.settings = await self._settings()
-            self.me.layer_bytes_per_token = await asyncio.to_thread(layer_bytes_per_token, self.me)
+            self.me.kv_shape = await asyncio.to_thread(kv_shape, self.me)
 
     async def _settings(self) -> Settings | None:
         """A page for development, which takes an engine a second and may fail there."""

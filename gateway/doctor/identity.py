@@ -28,10 +28,16 @@ _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 _ENGINE = re.compile(r'^vllm:cache_config_info\{[^\n]*?\bengine="(\d+)"', re.MULTILINE)
 
 
+class KvShape(msgspec.Struct, frozen=True):
+    """What makes a transfer's descriptors: one layer of one block each. `layer_bytes_per_token`: on one GPU."""
+
+    layers: int
+    layer_bytes_per_token: float
+
+
 class Identity(msgspec.Struct, kw_only=True):
     """What one worker is. None: it does not say. `sources` by rank; `engines` are the ranks its metrics name.
-    `layer_bytes_per_token`: KV of one layer on one GPU. `announced`: where a prefill of its own said that its NIXL side
-    channel is.
+    `announced`: where a prefill of its own said that its NIXL side channel is.
     """
 
     url: str
@@ -48,7 +54,7 @@ class Identity(msgspec.Struct, kw_only=True):
     kv_cache_dtype: str | None = None
     settings: Settings | None = None
     nixl: NixlCounts | None = None
-    layer_bytes_per_token: float | None = None
+    kv_shape: KvShape | None = None
     announced: tuple[str, int] | None = None
 
     @property

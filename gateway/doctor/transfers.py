@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.doctor.catalogue import finding
 from gateway.doctor.findings import Finding
-from gateway.doctor.identity import Identity
+from gateway.doctor.identity import Identity, KvShape
 from gateway.engine.transfers import NixlCounts
 
 TCP_BYTES_PER_S = 2e9
@@ -24,6 +24,9 @@ MIN_BYTES = 64 << 20
 MIN_DESCRIPTORS = 1000
 _ADAPTER_GBPS = 400.0
 _HALF = 0.5
+_USUAL_PROMPT_TOKENS = 8192
+_WORTH_S = 5e-3
+"""What posting one transfer takes at least for its descriptors to matter."""
 _NO_TIME_S = 1e-9
 
 
@@ -91,11 +94,13 @@ def _blocks(me: Identity, counts: NixlCounts) -> list[Finding]:
         return []
     if counts.descriptors >= MIN_DESCRIPTORS and counts.n_bytes >= MIN_BYTES:
         per_descriptor, how = counts.n_bytes / counts.descriptors, "as counted, neighbouring blocks merged"
-    elif me.layer_bytes_per_token is not None:
-        per_descriptor, how = me.layer_bytes_per_token * size, "by the model's config.json"
+        descriptors = counts.descriptors / max(1, counts.transfers)
+    elif me.kv_shape is not None:
+        per_descriptor, how = me.kv_shape.layer_bytes_per_token * size, "by the model's config.json"
+        descriptors = me.kv_shape.layers * _USUAL_PROMPT_TOKENS / size
     else:
         return []
-    return block_sizes(me.url, size, per_descriptor, how)
+    return block_sizes(me.url, size, per_descriptor, how) if descriptors * DESCRIPTOR_S >= _WORTH_S else []
 
 
 def block_sizes(url: str, block_size: int, descriptor_bytes: float, how: str) -> list[Finding]:
@@ -124,10 +129,8 @@ def block_sizes(url: str, block_size: int, descriptor_bytes: float, how: str) ->
     return [finding("transfer-blocks", url, said, evidence=shown)]
 
 
-def layer_bytes_per_token(me: Identity) -> float | None:
-    """KV of one token in one layer on one GPU, by the config.json of a model that is a directory here. None with MLA,
-    whose descriptors nobody has measured.
-    """
+def kv_shape(me: Identity) -> KvShape | None:
+    """By the config.json of a model that is a directory here. None with MLA, whose descriptors nobody has measured."""
     from bench.advise.errors import InputError
     from bench.advise.model_config import KV_DTYPES, read_model
 
@@ -142,7 +145,8 @@ def layer_bytes_per_token(me: Identity) -> float | None:
     if value_bytes is None or model.latent_values:
         return None
     ranks = 1 if me.settings is None else me.settings.tensor_parallel or 1
-    return model.kv_values_per_layer * value_bytes * model.copies(ranks) / ranks
+    layers = model.layers.full + model.layers.windowed
+    return KvShape(layers, model.kv_values_per_layer * value_bytes * model.copies(ranks) / ranks)
 
 
 def _size(n_bytes: float) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.config.schema import PdConfig
 from gateway.doctor.fetch import Answer
-from gateway.doctor.identity import PATHS, Identity, identify
+from gateway.doctor.identity import PATHS, Identity, KvShape, identify
 from gateway.doctor.pairs import judge_team, team_of
 from gateway.doctor.side_channel import judge_addresses
 from gateway.doctor.transfers import judge_transfers
@@ -75,12 +75,12 @@ def test_any_counts(series: list[tuple[str, Any]], block_size: int) -> None:
     st.integers(0, 10**18),
     st.floats(0, 1e9),
     st.integers(0, 10**12),
-    st.none() | st.floats(1, 1e6),
+    st.none() | st.builds(KvShape, st.integers(1, 200), st.floats(1, 1e6)),
 )
-def test_any_transfers(n: int, n_bytes: int, seconds: float, descriptors: int, layer_bytes: float | None) -> None:
+def test_any_transfers(n: int, n_bytes: int, seconds: float, descriptors: int, shape: KvShape | None) -> None:
     counts = NixlCounts(transfers=n, n_bytes=n_bytes, seconds=seconds, descriptors=descriptors)
     stats = EngineStats(scraped_at_s=0.0, block_size=16)
-    me = Identity(url="http://w", stats=stats, nixl=counts, layer_bytes_per_token=layer_bytes)
+    me = Identity(url="http://w", stats=stats, nixl=counts, kv_shape=shape)
     found = judge_transfers(me)
     assert found[0].code in ("nixl-speed", "nixl-slow", "nixl-unjudged")
     for each in found:

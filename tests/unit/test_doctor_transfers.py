@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gateway.doctor.findings import Finding
-from gateway.doctor.identity import Identity
-from gateway.doctor.transfers import judge_transfers, layer_bytes_per_token
+from gateway.doctor.identity import Identity, KvShape
+from gateway.doctor.transfers import judge_transfers, kv_shape
 from gateway.engine.capabilities import Models
 from gateway.engine.settings import Settings
 from gateway.engine.transfers import NixlCounts, parse_nixl
@@ -100,25 +100,32 @@ def model(folder: Path, **config: Any) -> Identity:
 
 def test_blocks_by_the_models_own_config(tmp_path: Path) -> None:
     me = model(tmp_path / "m")
-    assert layer_bytes_per_token(me) == 4096.0
+    assert kv_shape(me) == KvShape(36, 4096.0)
     me.settings = Settings(tensor_parallel=4)
-    assert layer_bytes_per_token(me) == 1024.0
+    assert kv_shape(me) == KvShape(36, 1024.0)
     me.settings = Settings(tensor_parallel=16)
-    assert layer_bytes_per_token(me) == 512.0  # each KV head twice
+    assert kv_shape(me) == KvShape(36, 512.0)  # each KV head twice
     me.kv_cache_dtype = "fp8"
-    assert layer_bytes_per_token(me) == 256.0
-    found = judged(NixlCounts(), block_size=16, layer_bytes_per_token=4096.0)
+    assert kv_shape(me) == KvShape(36, 256.0)
+    found = judged(NixlCounts(), block_size=16, kv_shape=KvShape(36, 4096.0))
     assert found["transfer-blocks"].evidence["recommended_block_size"] == 64
-    assert list(judged(NixlCounts(), block_size=64, layer_bytes_per_token=4096.0)) == ["nixl-unjudged"]
+    assert list(judged(NixlCounts(), block_size=64, kv_shape=KvShape(36, 4096.0))) == ["nixl-unjudged"]
+
+
+def test_small_models_have_few_descriptors_of_whatever_size() -> None:
+    tiny = KvShape(2, 256.0)
+    assert list(judged(NixlCounts(), block_size=32, kv_shape=tiny)) == ["nixl-unjudged"]
+    counts = NixlCounts(transfers=1000, n_bytes=256 << 20, seconds=2.0, descriptors=32_000)
+    assert "transfer-blocks" not in judged(counts, block_size=32)
 
 
 def test_models_nothing_is_known_of(tmp_path: Path) -> None:
-    assert layer_bytes_per_token(model(tmp_path / "mla", kv_lora_rank=512, qk_rope_head_dim=64)) is None
-    assert layer_bytes_per_token(Identity(url="http://d")) is None
-    assert layer_bytes_per_token(Identity(url="http://d", models=Models(("m",), (), "org/name", None))) is None
+    assert kv_shape(model(tmp_path / "mla", kv_lora_rank=512, qk_rope_head_dim=64)) is None
+    assert kv_shape(Identity(url="http://d")) is None
+    assert kv_shape(Identity(url="http://d", models=Models(("m",), (), "org/name", None))) is None
     broken = model(tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text("{}", encoding="utf-8")
-    assert layer_bytes_per_token(broken) is None
+    assert kv_shape(broken) is None
 
 
 def test_series_of_all_ranks_are_added_up() -> None:
