@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engines import BLOCK_TOKENS, REPOSITORY, VllmServer, serving
-from pd_fleet import LEASE_FLAGS, LEASE_S, pd_server
+from pd_fleet import LEASE_FLAGS, pd_server
 
 
 @pytest.fixture(scope="module")
