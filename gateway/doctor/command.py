@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.cli import Parser
-from gateway.config import Config
 from gateway.config.flags import add_config_flags, parse_flags
 from gateway.config.load import load_config, load_workers
 from gateway.config.schema import Worker
@@ -24,7 +23,7 @@ from gateway.doctor.report import as_document, as_text, exit_code, wants_colour
 from gateway.errors import UserError
 from scorer.types import Role
 
-_WORKERS = ("workers",)
+_WORKERS, _WORKERS_FILE = ("workers",), ("workers_file",)
 
 
 def main(args: Sequence[str]) -> int:
@@ -58,7 +57,8 @@ def main(args: Sequence[str]) -> int:
     if urls:
         flags[_WORKERS] = [*flags.get(_WORKERS, ()), *urls]
     config = load_config(options.config, os.environ, flags, unknown)
-    workers = _workers(config)
+    named = _WORKERS in flags and _WORKERS_FILE not in flags  # Who names workers asks about no others.
+    workers = _workers(config.workers, None if named else config.workers_file)
     if not workers and not options.admin:
         raise UserError("no worker is named: give URLs, --prefill URL and --decode URL, or --config FILE")
     tokenizer = config.tokens.tokenizer
@@ -92,12 +92,12 @@ def main(args: Sequence[str]) -> int:
     return exit_code(report)
 
 
-def _workers(config: Config) -> dict[str, Worker]:
+def _workers(workers: Sequence[Worker], file: str | None) -> dict[str, Worker]:
     """By URL, those of the file of workers as well. Raises UserError."""
-    found = list(config.workers)
-    if config.workers_file is not None:
-        text = Path(config.workers_file).read_text(encoding="utf-8", errors="replace")
-        found += read_lines(text, config.workers_file) if is_lines(text) else load_workers(config.workers_file)
+    found = list(workers)
+    if file is not None:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        found += read_lines(text, file) if is_lines(text) else load_workers(file)
     return {it.url.rstrip("/"): it for it in found}
 
 
