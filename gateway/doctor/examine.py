@@ -101,11 +101,11 @@ async def _together(visits: Sequence[Visit], options: Options, rng: random.Rando
         [visit.me for visit in visits],
         {visit.url: visit.http for visit in visits},
         options.config.pd,
-        options.nixl,
         {visit.url: visit.sources for visit in visits},
         found,
         rng,
         probe=options.probe,
+        timeout_s=options.timeout_s,
     )
     await guarded(check, options.deadline_s or _DEADLINE_TIMEOUTS * options.timeout_s, "", found)
     return found
@@ -150,6 +150,7 @@ class Visit:
         if not self.me.usable:
             return
         options = self._options
+        self.me.nixl_address = options.nixl.get(self.url)
         self.sources = sources_of(self.me, options.events.get(self.url), options.replays.get(self.url))
         if self.me.nixl is not None or self.me.role is not Role.BOTH:
             self.me.settings = await self._settings()

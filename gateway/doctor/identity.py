@@ -37,7 +37,8 @@ class KvShape(msgspec.Struct, frozen=True):
 
 class Identity(msgspec.Struct, kw_only=True):
     """What one worker is. None: it does not say. `sources` by rank; `engines` are the ranks its metrics name.
-    `announced`: where a prefill of its own said that its NIXL side channel is.
+    `announced`: where a prefill of its own said that its NIXL side channel is; `nixl_address`: where we are told that
+    it is.
     """
 
     url: str
@@ -56,6 +57,7 @@ class Identity(msgspec.Struct, kw_only=True):
     nixl: NixlCounts | None = None
     kv_shape: KvShape | None = None
     announced: tuple[str, int] | None = None
+    nixl_address: str | None = None
 
     @property
     def n_ranks(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from gateway.doctor.catalogue import finding
@@ -20,13 +20,16 @@ _LAST_PORT = 65_535
 
 
 def address_of(me: Identity) -> tuple[str, int] | None:
-    """Host and port of rank 0's, or of the rank whose prefill announced it; None: it does not say."""
+    """Host and port of rank 0's, or of the rank whose prefill announced it: as the engine says, else as configured
+    (workers[].nixl); None: nobody says.
+    """
     if me.announced is not None:
         return me.announced
     settings = me.settings
-    if settings is None or settings.side_channel_host is None or settings.side_channel_port is None:
-        return None
-    return settings.side_channel_host, settings.side_channel_port
+    if settings is not None and settings.side_channel_host and settings.side_channel_port:
+        return settings.side_channel_host, settings.side_channel_port
+    given = urlsplit(f"//{me.nixl_address or ''}")
+    return (given.hostname, given.port) if given.hostname and given.port else None
 
 
 def judge_addresses(sources: Sequence[Identity], decoders: Sequence[Identity]) -> list[Finding]:
@@ -35,7 +38,7 @@ def judge_addresses(sources: Sequence[Identity], decoders: Sequence[Identity]) -
     for me in sources:
         address = address_of(me)
         if address is None:
-            said = "neither a prefill nor /server_info told where its side channel is"
+            said = "neither a prefill nor /server_info nor workers[].nixl tells where its side channel is"
             found.append(finding("side-channel-unknown", me.url, said))
             continue
         host, port = address
@@ -64,26 +67,23 @@ def _shared(workers: Iterable[Identity]) -> list[Finding]:
     return found
 
 
-async def judge_reach(
-    sources: Sequence[Identity], nixl: Mapping[str, str], hosts: Hosts, timeout_s: float
-) -> list[Finding]:
-    """Whether they can be connected to from here, and are where the gateway will believe them. `nixl`: what is
-    configured (workers[].nixl) by URL.
-    """
-    found = await asyncio.gather(*(_reach(me, nixl.get(me.url), hosts, timeout_s) for me in sources))
+async def judge_reach(sources: Sequence[Identity], hosts: Hosts, timeout_s: float) -> list[Finding]:
+    """Whether they can be connected to from here, and are where the gateway will believe them."""
+    found = await asyncio.gather(*(_reach(me, hosts, timeout_s) for me in sources))
     return [finding for some in found for finding in some]
 
 
-async def _reach(me: Identity, nixl: str | None, hosts: Hosts, timeout_s: float) -> list[Finding]:
+async def _reach(me: Identity, hosts: Hosts, timeout_s: float) -> list[Finding]:
     address = address_of(me)
     if address is None:
         return []
     host, port = address
     found = []
-    allowed, allowed_port = await hosts.side_channel(me.url, nixl)
+    allowed, allowed_port = await hosts.side_channel(me.url, me.nixl_address)
     known = _is_one_of(host, allowed) and (allowed_port is None or port in _from(allowed_port, me.n_ranks))
     if not known:
-        said = f"it announces {host}:{port}, which the gateway does not take for {nixl or urlsplit(me.url).hostname}"
+        own = me.nixl_address or urlsplit(me.url).hostname
+        said = f"it announces {host}:{port}, which the gateway does not take for {own}"
         found.append(finding("side-channel-foreign", me.url, said, evidence={"host": host, "port": port}))
     ports = _ports(me, port)
     here = _seen_from_here(me, host)

@@ -21,14 +21,14 @@ async def examine_team(
     workers: Sequence[Identity],
     https: Mapping[str, Http],
     pd: PdConfig,
-    nixl: Mapping[str, str],
     sources: Mapping[str, Mapping[int, EventSource]],
     found: list[Finding],
     rng: random.Random,
     *,
     probe: bool,
+    timeout_s: float,
 ) -> None:
-    """Add to `found` as it goes. `https`, `nixl` (workers[].nixl) and `sources` by URL."""
+    """Add to `found` as it goes. `https` and `sources` by URL."""
     team = team_of(workers, pd)
     if team is None:
         return
@@ -42,14 +42,14 @@ async def examine_team(
             found += handoffs.found
     elif pairs:
         found.append(finding("handoff-skipped", "", "--no-probe was given"))
-    found += await _side_channels(team, https, nixl)
+    found += await _side_channels(team, timeout_s)
 
 
-async def _side_channels(team: Team, https: Mapping[str, Http], nixl: Mapping[str, str]) -> list[Finding]:
+async def _side_channels(team: Team, timeout_s: float) -> list[Finding]:
     sources = [me for me in team.sources if me.hands_over]
     if not sources:
         return []
     found = judge_addresses(sources, [me for me in team.decodes if me.hands_over])
     told = {each.worker for each in found if each.code == "side-channel-local"}
     rest = [me for me in sources if me.url not in told]
-    return found + await judge_reach(rest, nixl, Hosts(), https[sources[0].url].timeout_s)
+    return found + await judge_reach(rest, Hosts(), timeout_s)

@@ -12,7 +12,7 @@ from gateway.config.schema import PdConfig
 from gateway.doctor.handoff import MOST_PAIRS, Handoffs, spread
 from gateway.doctor.identity import Identity
 from gateway.doctor.pairs import judge_team, team_of
-from gateway.doctor.side_channel import judge_addresses
+from gateway.doctor.side_channel import address_of, judge_addresses
 from gateway.engine.capabilities import EventSource, Models
 from gateway.engine.settings import Settings
 from gateway.engine.transfers import NixlCounts
@@ -140,8 +140,12 @@ def test_ports_are_one_for_each_rank() -> None:
 
 
 def test_an_engine_that_does_not_say() -> None:
-    (found,) = judge_addresses([worker("10.0.0.1", Role.PREFILL, settings=None)], [D1])
-    assert found.code == "side-channel-unknown"
+    for given in (None, "10.0.0.1"):
+        (found,) = judge_addresses([worker("10.0.0.1", Role.PREFILL, settings=None, nixl_address=given)], [D1])
+        assert found.code == "side-channel-unknown"
+    told = worker("10.0.0.1", Role.PREFILL, settings=None, nixl_address="[fd00::1]:5600")
+    assert address_of(told) == ("fd00::1", 5600)
+    assert judge_addresses([told], [D1]) == []
 
 
 # ---- which pairs are tried -------------------------------------------------------------------------------------------
