@@ -97,6 +97,7 @@ async def examine(urls: Sequence[str], options: Options, *, rng: random.Random, 
 
 async def _together(visits: Sequence[Visit], options: Options, rng: random.Random) -> list[Finding]:
     found: list[Finding] = []
+    deadline_s = options.deadline_s or _DEADLINE_TIMEOUTS * options.timeout_s
     check = examine_team(
         [visit.me for visit in visits],
         {visit.url: visit.http for visit in visits},
@@ -106,8 +107,9 @@ async def _together(visits: Sequence[Visit], options: Options, rng: random.Rando
         rng,
         probe=options.probe,
         timeout_s=options.timeout_s,
+        deadline_s=deadline_s,
     )
-    await guarded(check, options.deadline_s or _DEADLINE_TIMEOUTS * options.timeout_s, "", found)
+    await guarded(check, 2 * deadline_s, "", found)
     return found
 
 

@@ -251,6 +251,14 @@ async def test_a_transfer_that_is_not_counted(monkeypatch: pytest.MonkeyPatch) -
         assert "handoff-unseen" in of(report)
 
 
+async def test_handoffs_that_take_too_long_do_not_hide_the_side_channel() -> None:
+    async with fleet(faults=Faults(leg="prefill", prefill_delay_s=30.0)) as (p, d):
+        report = await report_on(p, d, timeout_s=60.0, deadline_s=2.0)
+        found = of(report)
+        assert "within 2 s" in found["handoff-skipped"].sentence
+        assert "side-channel" in found
+
+
 # ---- the side channel ------------------------------------------------------------------------------------------------
 
 
