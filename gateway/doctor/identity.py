@@ -23,6 +23,8 @@ OLDEST = (0, 11)
 """The first vLLM whose event format was read (facts: array events since 0.11)."""
 NEWEST = (0, 32)
 """The last vLLM that was run against."""
+COUNTS_NIXL = (0, 22)
+"""The first vLLM whose connector was read and counts its transfers; of older ones nothing is concluded."""
 _NO_SUCH_PATH = (404, 405, 501)
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 _ENGINE = re.compile(r'^vllm:cache_config_info\{[^\n]*?\bengine="(\d+)"', re.MULTILINE)
@@ -65,10 +67,14 @@ class Identity(msgspec.Struct, kw_only=True):
 
     @property
     def hands_over(self) -> bool | None:
-        """Whether it has a NIXL connector whose blocks are fetched (not one that pushes them)."""
+        """Whether it has a NIXL connector whose blocks are fetched (not one that pushes them). None: not told."""
         if self.settings is not None and self.settings.connector is not None:
             return self.settings.transfer_mode == "pull"
-        return None if self.stats is None else self.nixl is not None
+        numbers = _NUMBERS.match(self.version or "")
+        may_count_nothing = numbers is not None and (int(numbers[1]), int(numbers[2])) < COUNTS_NIXL
+        if self.stats is None or (self.nixl is None and may_count_nothing):
+            return None
+        return self.nixl is not None
 
     @property
     def side(self) -> Side:

@@ -63,7 +63,7 @@ def team_of(workers: Sequence[Identity], pd: PdConfig) -> Team | None:
 
 def able(prefill: Identity, decode: Identity) -> bool:
     """Whether nothing that the two tell keeps them apart."""
-    return bool(prefill.hands_over and decode.hands_over) and not list(differences(prefill.side, decode.side))
+    return not _one_cannot(prefill, decode) and not list(differences(prefill.side, decode.side))
 
 
 def judge_team(
@@ -132,7 +132,7 @@ def _pairs(code: str, pairs: Iterator[tuple[Identity, Identity]]) -> list[Findin
     """One finding for each difference, with everybody it keeps apart."""
     apart: defaultdict[tuple[str, str, str], list[list[str]]] = defaultdict(list)
     for prefill, decode in pairs:
-        if not (prefill.hands_over and decode.hands_over):
+        if _one_cannot(prefill, decode):
             continue
         for each in differences(prefill.side, decode.side):
             apart[each.what, each.prefill, each.decode].append([prefill.url, decode.url])
@@ -143,6 +143,11 @@ def _pairs(code: str, pairs: Iterator[tuple[Identity, Identity]]) -> list[Findin
         shown = {"what": what, "prefill": one, "decode": other, "pairs": names}
         found.append(finding(code, "", said, evidence=shown))
     return found
+
+
+def _one_cannot(prefill: Identity, decode: Identity) -> bool:
+    """For want of a connector, which is said apart."""
+    return prefill.hands_over is False or decode.hands_over is False
 
 
 def _unlike(pairs: Iterator[tuple[Identity, Identity]]) -> list[Finding]:

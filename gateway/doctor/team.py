@@ -51,10 +51,10 @@ async def examine_team(
 
 
 async def _side_channels(team: Team, timeout_s: float) -> list[Finding]:
-    sources = [me for me in team.sources if me.hands_over]
+    sources = [me for me in team.sources if me.hands_over is not False]
     if not sources:
         return []
-    found = judge_addresses(sources, [me for me in team.decodes if me.hands_over])
+    found = judge_addresses(sources, [me for me in team.decodes if me.hands_over is not False])
     told = {each.worker for each in found if each.code == "side-channel-local"}
     rest = [me for me in sources if me.url not in told]
     return found + await judge_reach(rest, Hosts(), timeout_s)

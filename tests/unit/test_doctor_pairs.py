@@ -96,6 +96,16 @@ def test_what_a_prefill_worker_can_have_wrong(changes: dict[str, Any], codes: li
     assert judged(worker("10.0.0.1", Role.PREFILL, **changes), D1) == codes
 
 
+def test_old_engines_may_count_nothing() -> None:
+    old: dict[str, Any] = {"settings": None, "nixl": None, "version": "0.19.1"}
+    assert judged(worker("10.0.0.1", Role.PREFILL, **old), worker("10.0.0.3", Role.DECODE, **old)) == [
+        "settings-unknown",
+        "settings-unknown",
+    ]
+    assert worker("10.0.0.1", Role.PREFILL, **{**old, "nixl": NixlCounts()}).hands_over
+    assert worker("10.0.0.1", Role.PREFILL, **{**old, "version": "nightly"}).hands_over is False
+
+
 def test_leases_of_those_who_compute_for_nobody_do_not_matter() -> None:
     assert judged(P1, worker("10.0.0.3", Role.DECODE, lease_s=5.0)) == []
 
