@@ -104,6 +104,7 @@ class Core:
             registry=self.metrics.registry,
             available=self.up,
             nixl_of=self._nixl_of,
+            told_lease_s=self._told_lease_s,
             rng=self.rng,
         )
         self.pairing = Pairing(
@@ -185,6 +186,10 @@ class Core:
     def _nixl_of(self, worker: str) -> str | None:
         change = self._changes.get(worker)
         return None if change is None else change.nixl_endpoint
+
+    def _told_lease_s(self, worker: str) -> float | None:
+        told = self.capabilities.get(worker)
+        return None if told is None or told.settings is None else told.settings.lease_s
 
     def heard_since(self, worker: str, since_s: float) -> bool:
         """Whether its engine has answered a scrape since then."""

@@ -79,6 +79,7 @@ class Service:
                 response_headers=config.gateway.response_headers,
                 handoffs=core.handoffs,
                 heard_since=core.heard_since,
+                sent=core.publishing.sent,
                 hints=hints,
                 unreachable_status=unreachable_status,
             ),

@@ -253,6 +253,13 @@ class PrefixIndex:
             self._masks[mask] = found
         return found
 
+    def refused_events(self) -> dict[Holder, int]:
+        """Events whose blocks cannot be followed (finer than the GPU's, or of too many sizes), where there were any."""
+        with self._lock:
+            states = self._table.states.items()
+            counted = {holder: state.counters.get("refused_block_size_events", 0) for holder, state in states}
+        return {holder: n for holder, n in counted.items() if n}
+
     def stats(self) -> dict[str, Any]:
         """Counts for people and metrics (JSON-ready): memory, keys by tier, and what each worker's ranks hold."""
         with self._lock:

@@ -3,8 +3,10 @@
 import asyncio
 import socket
 import struct
+import time
 import uuid
 from collections.abc import Awaitable, Callable
+from email.utils import formatdate
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +41,8 @@ class Api:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
+        if self.server.config.clock_ahead_s:
+            app.on_response_prepare.append(self._misdate)
         post = app.router.add_post
         post("/v1/completions", partial(self._generate, "completions"))
         post("/v1/chat/completions", partial(self._generate, "chat"))
@@ -47,6 +51,9 @@ class Api:
         post("/v1/messages/count_tokens", self._count_tokens)
         Operations(self).add_to(app)
         return app
+
+    async def _misdate(self, _: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Date"] = formatdate(time.time() + self.server.config.clock_ahead_s, usegmt=True)
 
     # --- every request ----------------------------------------------------------------------------------------------
 

@@ -164,6 +164,7 @@ class FleetGauges(Collector):
             partial.add_metric([worker], float(any(feed.partial for feed in ranks)))
         yield known
         yield partial
+        yield from self._ranks(feeds)
         failures = CounterMetricFamily("warmroute_event_ingest", "Counts of the event intake.", labels=["what"])
         for what, n in sorted(self._core.ingest.counters().items()):
             failures.add_metric([what], n)
@@ -172,6 +173,30 @@ class FleetGauges(Collector):
         for state, n in self._core.ingest.replay_levels().items():
             replays.add_metric([state], n)
         yield replays
+
+    def _ranks(self, feeds: dict[str, list[FeedStatus]]) -> Iterator[Metric]:
+        """One rank that says nothing hides behind a worker whose others do."""
+        labels = ["worker", "rank"]
+        arriving = GaugeMetricFamily(
+            "warmroute_events_rank_arriving", "Whether the rank's own events say what it holds.", labels=labels
+        )
+        age = GaugeMetricFamily(
+            "warmroute_events_rank_age_seconds", "Since its last batch; NaN if there was none.", labels=labels
+        )
+        for worker, ranks in feeds.items():
+            for feed in ranks:
+                names = [worker, str(feed.rank)]
+                arriving.add_metric(names, float(self._core.publishing.speaks(feed)))
+                age.add_metric(names, math.nan if feed.last_batch_age_s is None else feed.last_batch_age_s)
+        yield arriving
+        yield age
+        refused = CounterMetricFamily(
+            "warmroute_events_refused", "Events whose blocks are finer than the GPU's.", labels=labels
+        )
+        for (worker, rank), n in self._core.index.refused_events().items():
+            if worker in feeds:
+                refused.add_metric([worker, str(rank)], n)
+        yield refused
 
     def _index(self) -> Iterator[Metric]:
         stats = self._core.index.stats()

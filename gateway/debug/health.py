@@ -11,7 +11,8 @@ import msgspec
 from gateway.core import Core
 from gateway.engine.capabilities import EventSource
 from gateway.engine.health import State
-from gateway.publishing import EVENTS_UP, is_speaking
+from gateway.engine.scraper import WorkerScrape
+from gateway.publishing import EVENTS_UP
 from scorer.fleet import Worker
 from scorer.types import Role
 
@@ -39,6 +40,7 @@ DEGRADATIONS = (
     "events_catching_up",
     "events_partial",
     "events_silent",
+    "events_refused",
     "replay_missing",
     "tokens_estimated",
     "tokens_by_engine",
@@ -213,9 +215,18 @@ def _of_events(core: Core) -> Iterator[Degradation]:
                 )
         was_used = (hits := core.hits.workers.get(name)) is not None and hits.requests > 0
         for feed in mine if was_used and not worker.publishes_events else ():
-            if feed.endpoint_state in EVENTS_UP and not is_speaking(feed):
-                detail = f"rank {feed.rank}: no event has come although requests were sent to the worker"
+            if feed.endpoint_state in EVENTS_UP and not core.publishing.speaks(feed):
+                prompts = core.publishing.unannounced(feed)
+                sent = f"{prompts} new prompts were sent to it" if prompts else "requests were sent to the worker"
+                detail = f"rank {feed.rank}: no event has come although {sent}"
                 yield Degradation(what="events_silent", worker=name, detail=f"{detail}; its cache is guessed")
+
+    refused: dict[str, int] = {}
+    for (name, _), n in core.index.refused_events().items():
+        refused[name] = refused.get(name, 0) + n
+    for name, n in sorted(refused.items()):
+        detail = f"{n} events had blocks finer than the GPU's: what its lower tiers hold is not known"
+        yield Degradation(what="events_refused", worker=name, detail=detail)
 
 
 def _of_tokens(core: Core) -> Iterator[Degradation]:

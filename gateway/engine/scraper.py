@@ -22,12 +22,13 @@ from gateway.engine.capabilities import (
     Capabilities,
     EventSource,
     Models,
-    parse_dtype,
     parse_event_sources,
     parse_models,
     parse_version,
 )
 from gateway.engine.metrics import Scrape, parse_metrics
+from gateway.engine.settings import PATH as SERVER_INFO
+from gateway.engine.settings import Settings, parse_settings
 from scorer.types import EngineStats
 
 log = logging.getLogger(__name__)
@@ -250,13 +251,13 @@ class Scraper:
         if not worker.must_learn and self._now() < worker.models_due_s:
             return
         old = worker.capabilities or Capabilities()
-        version, sources, dtype = old.version, old.event_sources, old.dtype
+        version, sources, settings = old.version, old.event_sources, old.settings
         try:
             if worker.must_learn:
                 models, version, sources = await asyncio.gather(
                     self._models(worker), self._version(worker), self._event_sources(worker)
                 )
-                dtype = await self._dtype(worker) if scrape.stats.nixl_bytes is not None else None
+                settings = await self._settings_of(worker) if scrape.stats.nixl_bytes is not None else None
             else:
                 models = await self._models(worker)
         except _Failed as failed:
@@ -278,7 +279,7 @@ class Scraper:
             kv_blocks=stats.kv_blocks,
             prefix_caching=stats.prefix_caching,
             kv_cache_dtype=scrape.kv_cache_dtype,
-            dtype=dtype,
+            settings=settings,
         )
         tell = worker.must_learn or new != worker.capabilities
         worker.capabilities = new
@@ -294,11 +295,11 @@ class Scraper:
         body = await self._get_if_there(worker, "/version")
         return None if body is None else _decoded(parse_version, "/version", body)
 
-    async def _dtype(self, worker: _Worker) -> str | None:
+    async def _settings_of(self, worker: _Worker) -> Settings | None:
         """Of those who hand KV over: a page for development, which costs the server a second and may fail there."""
         with suppress(_Failed):
-            body = await self._get_if_there(worker, "/server_info")
-            return None if body is None else _decoded(parse_dtype, "/server_info", body)
+            body = await self._get_if_there(worker, SERVER_INFO)
+            return None if body is None else _decoded(parse_settings, SERVER_INFO, body)
         return None
 
     async def _event_sources(self, worker: _Worker) -> dict[int, EventSource] | None:

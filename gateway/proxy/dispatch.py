@@ -225,7 +225,9 @@ class Dispatch:
 
     def _note_local(self, flight: Flight) -> None:
         """What is cached on the decode worker counts only where it computes the prompt."""
-        self._parts.hits.predicted(flight.worker, flight.facts.prompt_tokens, flight.plan.chosen.cached_tokens)
+        prompt_tokens, chosen = flight.facts.prompt_tokens, flight.plan.chosen
+        self._parts.hits.predicted(flight.worker, prompt_tokens, chosen.cached_tokens)
+        self._parts.sent(*chosen.decode, prompt_tokens - chosen.cached_tokens)
 
     def _note_choice(self, flight: Flight) -> None:
         record, plan = self._record, flight.plan

@@ -41,9 +41,9 @@ class Draining(Protocol):
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What a handler works with.
 
-    `heard_since(worker, since_s)`: whether its engine has
-    answered anything of ours since then. `hints` reads what somebody in front of us has settled. `unreachable_status`
-    answers for a worker that cannot be connected to.
+    `heard_since(worker, since_s)`: whether its engine has answered anything of ours since then. `sent(worker, rank,
+    new_tokens)` is told of each prompt that goes somewhere to be computed. `hints` reads what somebody in front of us
+    has settled. `unreachable_status` answers for a worker that cannot be connected to.
     """
 
     planner: Planner
@@ -61,5 +61,6 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     response_headers: bool
     handoffs: Shared
     heard_since: Callable[[str, float], bool]
+    sent: Callable[[str, int, int], None] = lambda worker, rank, new_tokens: None
     hints: Callable[[web.BaseRequest], Hints] = no_hints
     unreachable_status: int = 502

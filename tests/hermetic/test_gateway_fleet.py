@@ -121,7 +121,7 @@ async def test_ranks_are_addressed() -> None:
         await asyncio.gather(*(fleet.complete(f"{i} {LONG}") for i in range(6)))
         held = (await fleet.get(fleet.admin + "/debug/cache"))[1]["workers"]["a"]["ranks"]
         assert set(held) == {"0", "1"}
-        await until(lambda: set(fleet.core.index.stats()["workers"]["a"]) == {"0", "1"})
+        await until(lambda: set(fleet.core.index.stats()["workers"].get("a", ())) == {"0", "1"})
 
 
 async def test_a_worker_that_dies_is_left_out_and_taken_back(fleet: Fleet) -> None:
@@ -212,6 +212,9 @@ METRICS = {
     "events",
     "events_arriving",
     "events_partial",
+    "events_rank_age_seconds",
+    "events_rank_arriving",
+    "events_refused",
     "index_blocks",
     "index_budget_bytes",
     "index_bytes",
