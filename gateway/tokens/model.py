@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import random
@@ -11,10 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from gateway.tokens import estimate, local
-from gateway.tokens.cache import PromptCache
+from gateway.tokens.cache import IdCache, new_seed
 from gateway.tokens.engine import EngineTokenizer, tokenize_body
 from gateway.tokens.given import ChatPrompt, Size, size_of
 from gateway.tokens.selfcheck import SelfCheck, Tokenizable
@@ -28,8 +29,9 @@ _log = logging.getLogger(__name__)
 _FINAL = frozenset(
     {Reason.MALFORMED, Reason.TOO_LARGE, Reason.TRUNCATED, Reason.HARMONY, Reason.QUEUE_FULL, Reason.LOCAL_TIMEOUT}
 )
-# Cache salts: an address would be used again after its object is gone.
-_serials = itertools.count()
+
+# A verification is as slow as tokenising can be; this many times as long there is no other.
+_REST = 20
 
 LocalState = Literal["none", "loading", "ready", "failed"]
 
@@ -40,9 +42,12 @@ class Shared:
 
     settings: TokenSettings
     pool: BoundedPool
-    cache: PromptCache
+    cache: IdCache
     rng: random.Random
     clock_s: Callable[[], float] = time.monotonic
+    tokenizers: WeakValueDictionary[str, local.LocalTokenizer] = field(default_factory=WeakValueDictionary)
+    """By path: one for a model and all its adapters."""
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     warned: set[str] = field(default_factory=set)
     """Faults of tokenizer files that were logged; a model's adapters share its file."""
 
@@ -85,12 +90,13 @@ class ModelTokens:
         self._sample: asyncio.Task[None] | None = None
         self._served = Counter[str]()
         self._last_reason: str | None = None
-        self._local_salt = ""
+        self._verify_from_s = 0.0
+        self._verified = 0
         self.replace_engine(call)
 
     def replace_engine(self, call: EngineTokenize | None) -> None:
         """Another engine serves the model now: what was found out about the local tokenizer must be found out anew."""
-        self._engine_salt = f"engine {next(_serials)}"
+        self._engine_seed = new_seed()
         self.engine: EngineTokenizer | None = None
         self._check: SelfCheck | None = None
         if call is None or self._settings.mode == "estimate":
@@ -101,12 +107,14 @@ class ModelTokens:
             return await engine.ask(tokenize_body(prompt, self.name, self._settings)[0], self._settings.check_budget_s)
 
         self.engine = engine
-        self._check = SelfCheck(self._checked_local_ids, engine_ids)
+        self._check = SelfCheck(self._verified_ids, engine_ids)
 
     async def run(self) -> None:
         """Loads the local tokenizer, then checks it until the engine has said yes or no."""
         if self._local is None and self._local_state == "loading":
             await self._load()
+        if self._local is not None:
+            await asyncio.to_thread(self._local.speed_up)
         delay_s = self._settings.check_retry_s
         while self._local is not None and self._check is not None:
             if (verdict := await self._check.run_fixed()) != "unverified":
@@ -199,12 +207,10 @@ class ModelTokens:
     def _tokenize(self, prompt: Tokenizable) -> _Found:
         """Renders and encodes; runs in a worker thread."""
         assert self._local is not None  # noqa: S101 - `_refusal` has looked
+        if self._harmony and isinstance(prompt, ChatPrompt):
+            raise CannotTokenize(Reason.HARMONY)
         rendered = self._local.text_of(prompt)
-        key = PromptCache.key(rendered.text, f"{self._local_salt}:{prompt.add_special_tokens}")
-        ids = self._shared.cache.get(key)
-        if ids is None:
-            ids = self._local.encode(rendered.text, add_special_tokens=prompt.add_special_tokens)
-            self._shared.cache.put(key, ids)
+        ids = self._local.encode(rendered.text, add_special_tokens=prompt.add_special_tokens)
         return _Found(ids, rendered.prefix_only, estimate.text_bytes(rendered.text) if rendered.prefix_only else 0)
 
     async def _from_engine(self, prompt: Tokenizable, size: Size, budget: Budget) -> _Found:
@@ -221,8 +227,8 @@ class ModelTokens:
         if self.engine.state() == "open":
             raise CannotTokenize(Reason.BREAKER_OPEN)
         body, prefix_only = tokenize_body(prompt, self.name, self._settings)
-        key = PromptCache.key(body, self._engine_salt)
-        ids = self._shared.cache.get(key)
+        key = IdCache.key(body, 2 * self._engine_seed)
+        ids = self._shared.cache.get(key, len(body))
         if ids is None:
             n_tokens = estimate.tokens_of(len(body), self._settings.bytes_per_token)
             began_s = self._shared.clock_s()
@@ -233,24 +239,38 @@ class ModelTokens:
             self._shared.cache.put(key, ids)
         return _Found(ids, prefix_only, len(body) if prefix_only else 0)
 
-    async def _checked_local_ids(self, prompt: Tokenizable) -> bytes:
-        return (await self._shared.pool.run(lambda: self._tokenize(prompt))).ids
+    async def _verified_ids(self, prompt: Tokenizable) -> bytes:
+        """Ids made without shortcuts, which are given up if they make others."""
+        if self._local is None or (self._harmony and isinstance(prompt, ChatPrompt)):
+            raise CannotTokenize(Reason.HARMONY if self._harmony else Reason.LOADING)
+        return await self._shared.pool.run(partial(self._local.verified, prompt))
 
     def _maybe_sample(self, prompt: Tokenizable, ids: bytes) -> None:
-        if (
-            self._check is None
-            or self.engine is None
-            or self.engine.state() != "closed"
-            or (self._sample is not None and not self._sample.done())
-            or self._shared.rng.random() >= self._settings.check_rate
-        ):
+        """Compares what was just served with the engine's ids or, where it is silent, with slower ones of ours."""
+        if self._sample is not None and not self._sample.done():
             return
-        self._sample = asyncio.create_task(self._run_sample(self._check, prompt, ids))
+        if self._shared.rng.random() >= self._settings.check_rate:
+            return
+        if self._check is not None and self.engine is not None and self.engine.state() == "closed":
+            self._sample = asyncio.create_task(self._compare_with_engine(self._check, prompt, ids))
+        elif self._local is not None and self._local.shortcuts and self._shared.clock_s() >= self._verify_from_s:
+            self._sample = asyncio.create_task(self._verify(prompt))
 
-    async def _run_sample(self, check: SelfCheck, prompt: Tokenizable, ids: bytes) -> None:
+    async def _compare_with_engine(self, check: SelfCheck, prompt: Tokenizable, ids: bytes) -> None:
         await check.run_sample(prompt, ids)
         if check.verdict == "mismatch":
             self._warn_mismatch()
+
+    async def _verify(self, prompt: Tokenizable) -> None:
+        began_s = self._shared.clock_s()
+        try:
+            await self._verified_ids(prompt)
+            self._verified += 1
+        except CannotTokenize:
+            return
+        finally:
+            now_s = self._shared.clock_s()
+            self._verify_from_s = now_s + _REST * (now_s - began_s)
 
     def source(self) -> Source:
         """The source in force for the next prompt."""
@@ -267,7 +287,13 @@ class ModelTokens:
             "why_not_local": self._refusal(),
             "last_reason": self._last_reason,
             "served": dict(self._served),
-            "local": {"state": self._local_state, "path": self._path, "detail": self._local_detail},
+            "local": {
+                "state": self._local_state,
+                "path": self._path,
+                "detail": self._local_detail,
+                "verified": self._verified,
+                **({} if self._local is None else self._local.status()),
+            },
             "check": None
             if check is None
             else {
@@ -296,14 +322,17 @@ class ModelTokens:
                 self._local_state, self._local_detail = "none", "the model's root is not local"
             return
         try:
-            self._local = await asyncio.to_thread(local.load, path, self._settings)
+            async with self._shared.loading:
+                found = self._shared.tokenizers.get(path)
+                if found is None:
+                    found = await asyncio.to_thread(local.load, path, self._settings, self._shared.cache)
+                    self._shared.tokenizers[path] = found
         except local.LoadError as exc:
             self._failed(str(exc))
             return
         except Exception as exc:  # A tokenizer file is foreign input; a bad one must not take the service down.
             self._failed(f"{path}: {type(exc).__name__}")
             return
-        self._local_salt = f"local {next(_serials)}"
-        self._local.harmony = self._local.harmony or self._harmony
-        self._harmony = self._local.harmony
+        self._local = found
+        self._harmony = self._harmony or found.harmony
         self._local_state = "ready"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.tokens.cache import PromptCache
+from gateway.tokens.cache import IdCache
 from gateway.tokens.given import GivenPrompt, OpaquePrompt, Size, prompts_of, size_of
 from gateway.tokens.model import Budget, ModelTokens, Shared
 from gateway.tokens.settings import TokenSettings
@@ -33,7 +33,7 @@ class TokenService:
         self._shared = Shared(
             self._settings,
             BoundedPool(self._settings.threads, self._settings.max_queued),
-            PromptCache(self._settings.cache_bytes),
+            IdCache(self._settings.cache_bytes),
             rng or random.Random(),  # noqa: S311 - picks samples, guards nothing
             clock_s,
         )
@@ -119,6 +119,8 @@ class TokenService:
             "cache_bytes": cache.n_bytes,
             "cache_hits": cache.hits,
             "cache_misses": cache.misses,
+            "cache_hit_bytes": cache.hit_bytes,
+            "cache_miss_bytes": cache.miss_bytes,
         }
 
     def _estimate(self, size: Size, reason: Reason) -> Tokens:
