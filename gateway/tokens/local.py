@@ -52,6 +52,29 @@ class _Way:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A text in pieces, with the ids of those that are known."""
+
+    tokenizer: LocalTokenizer
+    way: _Way
+    glue: bytes
+    keys: list[int]
+    found: list[bytes | None]
+    new: dict[int, bytes]
+    """Texts of the others, by key."""
+    add_special_tokens: bool
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the rest of the work is no longer than handing it to another thread."""
+        return not self.new or sum(map(len, self.new.values())) <= self.way.encoder.at_once_bytes
+
+    def ids(self) -> bytes:
+        """Raises CannotTokenize."""
+        return self.tokenizer._finished(self)
+
+
 class LocalTokenizer:
     """Text and chats to token ids. Thread-safe; every method may take milliseconds: call from a worker thread.
 
@@ -112,34 +135,34 @@ class LocalTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         """Token ids of `text`, uint32 little-endian. Raises CannotTokenize for what is not Unicode text."""
+        return self.look_up(text, add_special_tokens=add_special_tokens).ids()
+
+    def look_up(self, text: str, *, add_special_tokens: bool) -> Lookup:
+        """What is known of `text`: microseconds of work. Raises as `encode` does."""
         try:
             data = text.encode()
         except UnicodeEncodeError as exc:
             raise CannotTokenize(Reason.MALFORMED) from exc
-        way, cache = self._way, self._cache
-        cut = way.separator
-        if cut is not None and not add_special_tokens:
-            pieces = data.split(cut.text, MOST_PIECES)
-            if len(pieces) <= MOST_PIECES:
-                return cut.ids.join(self._pieces(way, pieces))
-        key = cache.key(data, 2 * way.seed + add_special_tokens)
-        ids = cache.get(key, len(data))
-        if ids is None:
-            (ids,) = self._made(way, [text], add_special_tokens=add_special_tokens)
-            cache.put(key, ids)
-        return ids
+        way, pieces, glue = self._way, [data], b""
+        if way.separator is not None and not add_special_tokens:
+            cut = data.split(way.separator.text, MOST_PIECES)
+            if len(cut) <= MOST_PIECES:
+                pieces, glue = cut, way.separator.ids
+        seed = 2 * way.seed + add_special_tokens
+        keys = [IdCache.key(piece, seed) for piece in pieces]
+        found = self._cache.get_all(keys, map(len, pieces))
+        new = {key: piece for key, piece, ids in zip(keys, pieces, found, strict=True) if ids is None}
+        return Lookup(self, way, glue, keys, found, new, add_special_tokens)
 
-    def _pieces(self, way: _Way, pieces: list[bytes]) -> list[bytes]:
-        seed, cache = 2 * way.seed, self._cache
-        keys = [cache.key(piece, seed) for piece in pieces]
-        found = cache.get_all(keys, map(len, pieces))
-        missing = {key: i for i, (key, ids) in enumerate(zip(keys, found, strict=True)) if ids is None}
-        if missing:
-            texts = [str(pieces[i], "utf-8") for i in missing.values()]
-            made = dict(zip(missing, self._made(way, texts, add_special_tokens=False), strict=True))
-            cache.put_all(made.items())
-            return [made[key] if ids is None else ids for key, ids in zip(keys, found, strict=True)]
-        return [ids for ids in found if ids is not None]
+    def _finished(self, lookup: Lookup) -> bytes:
+        found = lookup.found
+        if lookup.new:
+            texts = [str(piece, "utf-8") for piece in lookup.new.values()]
+            made = self._made(lookup.way, texts, add_special_tokens=lookup.add_special_tokens)
+            by_key = dict(zip(lookup.new, made, strict=True))
+            self._cache.put_all(by_key.items())
+            found = [by_key[key] if ids is None else ids for key, ids in zip(lookup.keys, found, strict=True)]
+        return lookup.glue.join(found)  # type: ignore[arg-type]  # none is None here
 
     def _made(self, way: _Way, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         try:

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.request import RequestReader
 from gateway.tokens import TokenService, TokenSettings
-from gateway.tokens.local import LocalTokenizer
+from gateway.tokens.local import Lookup
 from gateway.tokens.types import pack_ids
 from indexer import keys, plane
 from scorer.types import OutcomeKind, PdReason, RequestFacts
@@ -137,7 +137,7 @@ async def test_o12_1500_callers_at_once_are_bounded_and_all_are_placed(
     """
     release = threading.Event()
 
-    def stuck(self: LocalTokenizer, text: str, *, add_special_tokens: bool) -> bytes:
+    def stuck(self: Lookup) -> bytes:
         assert release.wait(60)
         return pack_ids([1] * 100)
 
@@ -152,7 +152,7 @@ async def test_o12_1500_callers_at_once_are_bounded_and_all_are_placed(
         rig.planner.plan(facts, None, rig.now_s, rig.rng)
         placed.append(facts)
 
-    monkeypatch.setattr(LocalTokenizer, "encode", stuck)
+    monkeypatch.setattr(Lookup, "ids", stuck)
     threads = threading.active_count()
     callers = [asyncio.create_task(ask(i)) for i in range(1500)]
     try:

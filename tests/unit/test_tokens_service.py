@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gateway.tokens import TokenService, TokenSettings
-from gateway.tokens.local import LocalTokenizer, load
+from gateway.tokens.local import LocalTokenizer, Lookup, load
 from gateway.tokens.selfcheck import SelfCheck, Tokenizable
 from gateway.tokens.types import CannotTokenize, EngineTokenize, Reason, pack_ids
 from tests.support.token_models import make_model, reference_ids, tokenizer_json
@@ -300,7 +300,7 @@ async def test_a_full_queue_sheds_to_the_estimate_and_the_loop_goes_on(
     release = threading.Event()
     entered = threading.Event()
 
-    def stuck(self: LocalTokenizer, text: str, *, add_special_tokens: bool) -> bytes:
+    def stuck(self: Lookup) -> bytes:
         entered.set()
         assert release.wait(30)
         return pack_ids([1])
@@ -309,7 +309,7 @@ async def test_a_full_queue_sheds_to_the_estimate_and_the_loop_goes_on(
     async with serving(folder, engine, threads=1, max_queued=2) as service:
         await until(lambda: verdict(service) == "verified")
         asked = len(engine.asked)
-        monkeypatch.setattr(LocalTokenizer, "encode", stuck)
+        monkeypatch.setattr(Lookup, "ids", stuck)
         jobs = [asyncio.create_task(service.tokens_for("completions", {"prompt": f"p{i}"}, "m")) for i in range(2)]
         await until(entered.is_set)
         (shed,) = await service.tokens_for("completions", {"prompt": "one too many"}, "m")
@@ -325,16 +325,45 @@ async def test_a_full_queue_sheds_to_the_estimate_and_the_loop_goes_on(
 async def test_a_slow_local_tokenizer_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
-    def stuck(self: LocalTokenizer, text: str, *, add_special_tokens: bool) -> bytes:
+    def stuck(self: Lookup) -> bytes:
         assert release.wait(30)
         return pack_ids([1])
 
     async with serving(folder, local_budget_s=0.05) as service:
         await until(lambda: loaded(service))
-        monkeypatch.setattr(LocalTokenizer, "encode", stuck)
+        monkeypatch.setattr(Lookup, "ids", stuck)
         (tokens,) = await service.tokens_for("completions", {"prompt": "p"}, "m")
         assert (tokens.ids, tokens.reason) == (None, "local_timeout")
         release.set()
+
+
+async def test_what_is_short_or_known_needs_no_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(prompt: str) -> dict[str, Any]:
+        return {"prompt": prompt, "add_special_tokens": False}
+
+    async with serving(folder, threads=1, max_queued=1) as service:
+        await until(lambda: service.status()["m"]["local"].get("encoder") == "fastokens")
+        long = "<|im_start|>" + "x" * 3000
+        assert (await service.tokens_for("completions", text(long), "m"))[0].ids
+        pool = service._shared.pool
+
+        async def no_thread(*_: object, **__: object) -> None:
+            raise CannotTokenize(Reason.QUEUE_FULL)
+
+        monkeypatch.setattr(pool, "run", no_thread)
+
+        async def source(body: dict[str, Any], body_bytes: int | None) -> str:
+            kind = "completions" if "prompt" in body else "chat"
+            (tokens,) = await service.tokens_for(kind, body, "m", body_bytes=body_bytes)
+            return tokens.source
+
+        assert await source(text("never seen"), 100) == "local"
+        assert await source(text(long + "<|im_start|> and more"), 4000) == "local", "little of it is new"
+        assert await source(text(long), 70_000) == "estimate", "looking at it takes too long"
+        assert await source(text("y" * 3000), 4000) == "estimate", "too much of it is new"
+        assert await source(text("never seen either"), None) == "estimate", "nobody says how long it is"
+        many = {"messages": [USER] * 65}
+        assert await source(many, 4000) == "estimate", "a template may take its time over many messages"
 
 
 async def test_a_prompt_over_the_bound_is_estimated(folder: Path) -> None:
