@@ -11,106 +11,129 @@ import asyncio
 import json
 import random
 import statistics
-import tempfile
 import time
 from array import array
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvloop
 
 from bench.decision import loaded_planner
-from bench.text import Text, train
+from bench.text import Text
 from gateway.request import RequestReader
 from gateway.tokens import TokenService, TokenSettings
+from scorer.fleet import Fleet
 from scorer.planner import Planner
 from scorer.types import Outcome, OutcomeKind, RequestFacts
 
 SIZES_TOKENS = {"8k": 8_192, "32k": 32_768, "128k": 131_072}
-_NOW_S = 1.0
+NOW_S = 1.0
 _TURN_WORDS = 40
 _MESSAGE_WORDS = 150
 _LOAD_S = 120.0
 
-
-def bench_front(rounds: int, tokenizer: str | None) -> tuple[dict[str, float], str]:
-    """Figures, and what made the tokens. `tokenizer`: a model directory; None: one is trained here."""
-    return asyncio.run(_bench(rounds, tokenizer))
+Chat = list[dict[str, str]]
 
 
-async def _bench(rounds: int, tokenizer: str | None) -> tuple[dict[str, float], str]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = tokenizer or str(train(Path(folder)))
-        service = TokenService(TokenSettings(check_rate=0.0, local_budget_s=60.0, cache_bytes=256 << 20))
-        await service.start()
-        try:
-            service.set_model("m", path)
-            async with asyncio.timeout(_LOAD_S):
-                while not (local := service.status()["m"]["local"]).get("encoder") or _pending(local):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            used = f"{tokenizer or 'a BPE trained here'}, by {local['encoder']}, pieces: {local['pieces']}"
-            figures: dict[str, float] = {}
-            for name, size in SIZES_TOKENS.items():
-                fewer = rounds if size < 100_000 else max(3, rounds // 3)
-                for key, value in (await _Run(service, size).figures(fewer)).items():
-                    figures[f"body_to_plan_{name}_{key}"] = value
-            return figures, used
-        finally:
-            await service.close()
+def bench_front(rounds: int, model: str) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures, and who made the tokens. `model`: a model directory."""
+    return uvloop.run(_bench(rounds, model))
 
 
-def _pending(local: dict[str, object]) -> bool:
-    return local["encoder"] == "tokenizers" and local["why_not_fastokens"] is None
+async def _bench(rounds: int, model: str) -> tuple[dict[str, float], dict[str, Any]]:
+    async with tokenizing(model) as service:
+        figures: dict[str, float] = {}
+        for name, size in SIZES_TOKENS.items():
+            fewer = rounds if size < 100_000 else max(3, rounds // 3)
+            for key, value in (await _figures(service, size, fewer)).items():
+                figures[f"body_to_plan_{name}_{key}"] = value
+        local = service.status()["m"]["local"]
+        return figures, {key: local[key] for key in ("encoder", "pieces")}
 
 
-class _Run:
-    """Chats of about `size` tokens."""
+async def _figures(service: TokenService, size_tokens: int, rounds: int) -> dict[str, float]:
+    front = await Front.of_size(service, size_tokens)
+    turns = [body(front.next_turn()) for _ in range(rounds)]
+    unseen = [body(front.chat()) for _ in range(rounds)]
+    out = {"tokens": float(front.history_tokens)}
+    for name, bodies in (("turn", turns), ("unseen", unseen)):
+        times = []
+        for raw in bodies:
+            began_s = time.process_time()
+            facts = await front.plan(raw)
+            times.append(time.process_time() - began_s)
+            if facts.tokens is None:
+                raise RuntimeError(f"a prompt was not tokenised: {facts.token_source}")
+            front.end(facts)
+        out[f"{name}_ms"] = statistics.median(times) * 1e3
+    return out
 
-    def __init__(self, service: TokenService, size: int) -> None:
-        self._service = service
-        self._size = size
-        self._text = Text(size)
+
+@asynccontextmanager
+async def tokenizing(model: str) -> AsyncIterator[TokenService]:
+    """Serves model "m", with the fastest encoder there is for it."""
+    service = TokenService(TokenSettings(check_rate=0.0, local_budget_s=60.0, cache_bytes=256 << 20))
+    await service.start()
+    try:
+        service.set_model("m", model)
+        async with asyncio.timeout(_LOAD_S):
+            while _is_loading(service.status()["m"]["local"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        yield service
+    finally:
+        await service.close()
+
+
+def _is_loading(local: dict[str, Any]) -> bool:
+    if local["state"] == "failed":
+        raise RuntimeError(local["detail"])
+    return local.get("encoder") != "fastokens" and not local.get("why_not_fastokens")
+
+
+def body(chat: Chat) -> bytes:
+    return json.dumps({"model": "m", "messages": chat, "max_tokens": 200, "stream": True}).encode()
+
+
+class Front:
+    """Reads and plans requests; `history` is a chat that was served, of which the fleet holds different parts."""
+
+    def __init__(self, service: TokenService, planner: Planner, text: Text, history: Chat, history_tokens: int) -> None:
+        self.planner = planner
+        self.history = history
+        self.history_tokens = history_tokens
+        self._text = text
+        self._rng = random.Random(history_tokens)
+        self._reader = RequestReader(planner.fleet, service)
         self._ids = 0
-        self._rng = random.Random(size)
 
-    async def figures(self, rounds: int) -> dict[str, float]:
-        history = await self._chat()
-        facts, _ = await self._read(None, history)
-        tokens = array("I", facts.tokens or b"")
-        planner = loaded_planner(self._rng, tokens.tolist(), None)
-        turns = [self._next_turn(history) for _ in range(rounds)]
-        unseen = [await self._chat() for _ in range(rounds)]
-        out = {"tokens": float(len(tokens))}
-        for name, chats in (("turn", turns), ("unseen", unseen)):
-            times = [(await self._read(planner, chat))[1] for chat in chats]
-            out[f"{name}_ms"] = statistics.median(times) * 1e3
-        return out
+    @classmethod
+    async def of_size(cls, service: TokenService, size_tokens: int) -> Front:
+        text = Text(size_tokens)
+        reader = RequestReader(Fleet(), service)
+        sample = await reader.read("sample", "chat", body(_chat(text, 21)), {})
+        history = _chat(text, round(21 * size_tokens / sample.prompt_tokens) // 2 * 2 + 1)
+        facts = await reader.read("history", "chat", body(history), {})
+        tokens = array("I", facts.tokens or b"").tolist()
+        return cls(service, loaded_planner(random.Random(size_tokens), tokens, None), text, history, len(tokens))
 
-    async def _chat(self) -> list[dict[str, str]]:
-        """Messages of about `size` tokens, none of them seen before."""
-        per_word = 2.0
-        n_messages = int(self._size / per_word / _MESSAGE_WORDS) | 1
-        return list(self._messages(n_messages))
+    def chat(self) -> Chat:
+        """One as long as the history, never seen before."""
+        return _chat(self._text, len(self.history))
 
-    def _messages(self, n: int) -> Iterator[dict[str, str]]:
-        for i in range(n):
-            yield {"role": ("user", "assistant")[i % 2], "content": self._text.draw(_MESSAGE_WORDS)}
-
-    def _next_turn(self, history: list[dict[str, str]]) -> list[dict[str, str]]:
+    def next_turn(self) -> Chat:
         said = [{"role": role, "content": self._text.draw(_TURN_WORDS)} for role in ("assistant", "user")]
-        return [*history, *said]
+        return [*self.history, *said]
 
-    async def _read(self, planner: Planner | None, chat: list[dict[str, str]]) -> tuple[RequestFacts, float]:
-        """The facts of a chat and, with a planner, the CPU seconds from its body to its plan."""
+    async def plan(self, raw: bytes) -> RequestFacts:
         self._ids += 1
-        body = json.dumps({"model": "m", "messages": chat, "max_tokens": 200, "stream": True}).encode()
-        fleet = loaded_planner(self._rng, [], None).fleet if planner is None else planner.fleet
-        reader = RequestReader(fleet, self._service)
-        began_s = time.process_time()
-        facts = await reader.read(f"r{self._ids}", "chat", body, {})
-        if planner is not None:
-            planner.plan(facts, None, _NOW_S, self._rng)
-        took_s = time.process_time() - began_s
-        if facts.tokens is None:
-            raise RuntimeError(f"the prompt was not tokenised: {facts.token_source}")
-        if planner is not None:
-            planner.observe(facts.request_id, Outcome(kind=OutcomeKind.END), _NOW_S)
-        return facts, took_s
+        facts = await self._reader.read(f"r{self._ids}", "chat", raw, {})
+        self.planner.plan(facts, None, NOW_S, self._rng)
+        return facts
+
+    def end(self, facts: RequestFacts) -> None:
+        self.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.END), NOW_S)
+
+
+def _chat(text: Text, n_messages: int) -> Chat:
+    return [{"role": ("user", "assistant")[i % 2], "content": text.draw(_MESSAGE_WORDS)} for i in range(n_messages)]
