@@ -27,7 +27,7 @@ MESSAGES_PER_TURN = 32
 _IDLE_S = 3600.0
 # Receiving lets go of the interpreter's lock many times a millisecond, each time for less than a waiting thread needs
 # to wake up. That counts as giving way, so the switch interval never forces it; without pauses other threads starve.
-_WORK_S = 0.0005
+_WORK_S = 0.00025
 _PAUSE_S = 0.00005
 _AFTER_ERROR_S = 0.05
 
