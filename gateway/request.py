@@ -99,7 +99,7 @@ class RequestReader:
         if kind is None or left_out:
             keep_local = PdReason.NOT_GENERATION if kind is None else PdReason.NOT_READABLE
             return self._opaque(request_id, model, len(body), headers, fields, keep_local=keep_local)
-        prompts = await self._tokens.tokens_for(kind, fields, model)
+        prompts = await self._tokens.tokens_for(kind, fields, model, body_bytes=len(body))
         routed = max(prompts, key=_known_tokens)
         n_sequences = _positive(fields.get("n"), _MOST_SEQUENCES) or 1
         ids = None if routed.ids is None else routed.ids[: 4 * MOST_TOKENS]

@@ -109,6 +109,8 @@ class Planner:
         self._learner = Learner(self.calibration, self.cost)
         self._choose: Policy = POLICIES[policy]
         self._flights: dict[str, _Flight] = {}
+        self._given_back: Prompt | None = None
+        """Of the last request that failed: it is planned anew at once, and need not be hashed again."""
         self._turns: dict[Holder, int] = {}
         self._turn = 0
 
@@ -136,7 +138,7 @@ class Planner:
 
     def plan(self, facts: RequestFacts, available: Collection[str] | None, now_s: float, rng: random.Random) -> Plan:
         """Choose among `available` workers (None: all) and book. Raises ModelNotFound or NoWorker."""
-        prompt = _prompt(facts)
+        prompt = self._prompt(facts)
         decision = self._decide(facts, prompt, available, now_s, rng)
         plan, (worker, holder, load) = decision.plan, decision.decode
         choice = decision.choice
@@ -236,7 +238,20 @@ class Planner:
 
     def explain(self, facts: RequestFacts, available: Collection[str] | None, now_s: float, rng: random.Random) -> Plan:
         """The plan `plan` would make, with nothing booked."""
-        return self._decide(facts, _prompt(facts), available, now_s, rng).plan
+        return self._decide(facts, self._prompt(facts), available, now_s, rng).plan
+
+    def _prompt(self, facts: RequestFacts) -> Prompt | None:
+        if facts.tokens is None:
+            return None
+        known = self._given_back
+        if (
+            known is not None
+            and known.data is facts.tokens
+            and known.cache_salt == facts.cache_salt
+            and known.extra_keys is facts.extra_keys
+        ):
+            return known
+        return Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
 
     def _decide(
         self,
@@ -374,7 +389,9 @@ class Planner:
             decode = flight.decode
             if outcome.worker_failed and flight.plan.session is not None:
                 self.sessions.failed(flight.facts, decode.holder)
-            if kind is OutcomeKind.END:
+            if kind is not OutcomeKind.END:
+                self._given_back = flight.prompt
+            else:
                 self._learner.ended(flight.facts, flight.plan, flight.trace, decode.worker, outcome.n_tokens)
             self._leave_prefill(flight, now_s, prefilled=False)
             self._end_pair(flight)
@@ -399,12 +416,6 @@ class Planner:
         pair, flight.pair = flight.pair, None
         if pair is not None:
             self.pairs.gave_up(pair)
-
-
-def _prompt(facts: RequestFacts) -> Prompt | None:
-    if facts.tokens is None:
-        return None
-    return Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
 
 
 def _candidate(place: Place, priced: tuple[Price, int], held: Mapping[Holder, Match]) -> Candidate:

@@ -219,20 +219,40 @@ class FleetGauges(Collector):
         usage = self._core.tokens.usage()
         yield _gauge("tokenizer_jobs", "Prompts being tokenised here.", usage["jobs"])
         yield _gauge("tokenizer_cache_bytes", "Memory of the token cache.", usage["cache_bytes"])
-        jobs = CounterMetricFamily("warmroute_tokenizer_cache", "Look-ups in the token cache.", labels=["result"])
+        jobs = CounterMetricFamily(
+            "warmroute_tokenizer_cache", "Look-ups in the token cache, a chat's pieces one by one.", labels=["result"]
+        )
         jobs.add_metric(["hit"], usage["cache_hits"])
         jobs.add_metric(["miss"], usage["cache_misses"])
         yield jobs
+        text = CounterMetricFamily(
+            "warmroute_tokenizer_text_bytes",
+            "Text looked up in the token cache; misses are tokenised.",
+            labels=["result"],
+        )
+        text.add_metric(["hit"], usage["cache_hit_bytes"])
+        text.add_metric(["miss"], usage["cache_miss_bytes"])
+        yield text
         shed = CounterMetricFamily("warmroute_tokenizer_jobs_shed", "Prompts not tokenised because too many waited.")
         shed.add_metric([], usage["jobs_shed"])
         yield shed
         sources = GaugeMetricFamily(
             "warmroute_token_source", "Whether prompts are tokenised so now.", labels=["model", "source"]
         )
+        encoders = GaugeMetricFamily(
+            "warmroute_tokenizer_encoder", "Whether it makes the ids of a local tokenizer.", labels=["model", "encoder"]
+        )
+        pieces = GaugeMetricFamily(
+            "warmroute_tokenizer_pieces", "Whether of a chat only what is new is tokenised.", labels=["model"]
+        )
         for model, status in self._core.tokens.status().items():
             for source in ("local", "engine", "estimate"):
                 sources.add_metric([model, source], float(status["source"] == source))
-        yield sources
+            local = status["local"]
+            for encoder in ("fastokens", "tokenizers"):
+                encoders.add_metric([model, encoder], float(local.get("encoder") == encoder))
+            pieces.add_metric([model], float(local.get("pieces", False)))
+        yield from (sources, encoders, pieces)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

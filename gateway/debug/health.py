@@ -11,7 +11,6 @@ import msgspec
 from gateway.core import Core
 from gateway.engine.capabilities import EventSource
 from gateway.engine.health import State
-from gateway.engine.scraper import WorkerScrape
 from gateway.publishing import EVENTS_UP
 from scorer.fleet import Worker
 from scorer.types import Role
@@ -44,6 +43,7 @@ DEGRADATIONS = (
     "replay_missing",
     "tokens_estimated",
     "tokens_by_engine",
+    "tokens_slow",
     "learning_not_kept",
 )
 
@@ -239,3 +239,6 @@ def _of_tokens(core: Core) -> Iterator[Degradation]:
         elif source == "engine":
             detail = f"each prompt is tokenised by an engine ({status['why_not_local'] or 'no local tokenizer'})"
             yield Degradation(what="tokens_by_engine", model=model, detail=detail)
+        elif why := status["local"].get("why_not_fastokens"):
+            detail = f"prompts take longer to tokenise than they could ('fastokens': {why})"
+            yield Degradation(what="tokens_slow", model=model, detail=detail)
