@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from gateway import form
 from gateway.bad_request import BadRequest as BadRequest
 from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
@@ -24,7 +25,11 @@ from scorer.types import PdReason, RequestFacts, TokenSource
 _BYTES_PER_TOKEN = 4
 """For bodies without a prompt we could read: enough to tell long from short."""
 _LARGE_AT_ONCE = 2
-_FORM_SCAN_BYTES = 64 << 10
+_BYTES_PER_MEDIA_TOKEN = 256
+"""Of files in forms: between MP3 (160 bytes a token of Whisper) and WAV (640)."""
+_FORM_FIELDS = frozenset({"model", "stream"})
+_TRUE = frozenset({"true", "1", "on", "yes", "t", "y"})
+"""In forms, as pydantic reads them."""
 _MOST_TOKENS = 1 << 31
 _MOST_SEQUENCES = 1 << 14
 """Larger numbers in a body say nothing about its cost: an engine refuses them, and floats cannot hold them all."""
@@ -54,19 +59,6 @@ def decode_body(body: bytes) -> dict[str, Any]:
     return decoded
 
 
-def form_model(body: bytes) -> str | None:
-    """The `model` field of a multipart body, looked for near its two ends (the file may come before or after it)."""
-    for part in (body[:_FORM_SCAN_BYTES], body[-_FORM_SCAN_BYTES:]):
-        at = part.find(b'name="model"')
-        if at < 0:
-            continue
-        _, found, rest = part[at:].partition(b"\r\n\r\n")
-        value, ended, _ = rest.partition(b"\r\n")
-        if found and ended:
-            return value.decode("utf-8", "replace").strip() or None
-    return None
-
-
 class RequestReader:
     """Fills `RequestFacts`. Token ids are made by `tokens`, off the event loop."""
 
@@ -83,19 +75,24 @@ class RequestReader:
         """
         content_type = headers.get("content-type", "")
         if content_type.startswith("multipart/"):
-            return self._opaque(request_id, form_model(body), len(body), headers, keep_local=PdReason.NOT_READABLE)
+            texts = form.fields(content_type, body, _FORM_FIELDS)
+            fields: dict[str, Any] = {**texts, "stream": texts.get("stream", "").lower() in _TRUE}
+            n_tokens = len(body) // _BYTES_PER_MEDIA_TOKEN
+            return self._opaque(request_id, fields, n_tokens, headers, keep_local=PdReason.NOT_READABLE)
         if headers.get("content-encoding", "identity") != "identity":
             # The engine may know how to read it.
-            return self._opaque(request_id, None, len(body), headers, keep_local=PdReason.NOT_READABLE)
+            return self._opaque(
+                request_id, {}, len(body) // _BYTES_PER_TOKEN, headers, keep_local=PdReason.NOT_READABLE
+            )
         cut_tokens, left_out = 0, False
         if len(body) <= LARGE_BYTES:
             fields = decode_body(body)
         else:
             fields, left_out, cut_tokens = await self._large(body, kind)
-        model = self._model(fields.get("model"))
         if kind is None or left_out:
             keep_local = PdReason.NOT_GENERATION if kind is None else PdReason.NOT_READABLE
-            return self._opaque(request_id, model, len(body), headers, fields, keep_local=keep_local)
+            return self._opaque(request_id, fields, len(body) // _BYTES_PER_TOKEN, headers, keep_local=keep_local)
+        model = self._model(fields.get("model"))
         prompts = await self._tokens.tokens_for(kind, fields, model)
         routed = max(prompts, key=_known_tokens)
         n_sequences = _positive(fields.get("n"), _MOST_SEQUENCES) or 1
@@ -139,20 +136,19 @@ class RequestReader:
     def _opaque(
         self,
         request_id: str,
-        model: str | None,
-        n_bytes: int,
+        fields: Mapping[str, Any],
+        n_tokens: int,
         headers: Mapping[str, str],
-        fields: Mapping[str, Any] | None = None,
         *,
         keep_local: PdReason,
     ) -> RequestFacts:
-        name = self._model(model)
+        model = self._model(fields.get("model"))
         return RequestFacts(
             request_id=request_id,
-            model=name,
-            prompt_tokens=n_bytes // _BYTES_PER_TOKEN,
-            lora=self._lora(name),
-            streaming=fields is not None and fields.get("stream") is True,
+            model=model,
+            prompt_tokens=n_tokens,
+            lora=self._lora(model),
+            streaming=fields.get("stream") is True,
             keep_local=keep_local,
             session=headers.get("x-session-id"),
         )
