@@ -30,10 +30,12 @@ from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
 from gateway.learned import LearnedFile, learned_path
+from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.publishing import Publishing
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
+from gateway.stored import StoredResponses
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
 from indexer import PrefixIndex
@@ -75,7 +77,6 @@ class Core:
         )
         self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)
         self.tokens = TokenService(token_settings(config), rng=self.rng)
-        self.reader = RequestReader(self.fleet, self.tokens, slo(config))
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
@@ -91,6 +92,9 @@ class Core:
             )
         )
         self.capabilities: dict[str, Capabilities] = {}
+        self.stored = StoredResponses(config.gateway.stored_responses)
+        self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders)
+        self.reader = RequestReader(self.fleet, self.tokens, slo(config), holder_of=self.holders.find)
         self.up = Available(self.fleet.workers, self.available)
         self.handoffs = assemble(
             config.pd,
@@ -178,6 +182,9 @@ class Core:
         """
         return self.available(worker) and self.scraper.reachable(worker) is not False
 
+    def _decoders(self) -> list[str]:
+        return [worker.name for worker in self.fleet.workers.values() if worker.role.decodes]
+
     def _nixl_of(self, worker: str) -> str | None:
         change = self._changes.get(worker)
         return None if change is None else change.nixl_endpoint
@@ -243,6 +250,7 @@ class Core:
         self._declare_models()
 
     def _forget_engine(self, name: str) -> None:
+        self.stored.lost(name)
         self.publishing.forget(name)
         self.pairing.restarted(name)
         self.cache_cleared(name)
@@ -290,6 +298,7 @@ class Core:
 
     def on_restart(self, worker: str, process_start_s: float | None) -> None:
         _log.info("%s restarted; what it held is forgotten", worker)
+        self.stored.lost(worker)
         self.health.restarted(worker, time.monotonic())
         known = self.fleet.workers.get(worker)
         self.pairing.restarted(worker, math.inf if known is None or known.stats is None else known.stats.scraped_at_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from gateway import form
 from gateway.bad_request import BadRequest as BadRequest
 from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
+from gateway.stored import LONGEST_ID, Place
 from gateway.tokens import Tokens, TokenService
 from scorer.fleet import Fleet
 from scorer.types import PdReason, RequestFacts, TokenSource
@@ -34,6 +35,9 @@ _MOST_TOKENS = 1 << 31
 _MOST_SEQUENCES = 1 << 14
 """Larger numbers in a body say nothing about its cost: an engine refuses them, and floats cannot hold them all."""
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+HolderOf = Callable[[str, Mapping[str, str]], Awaitable[Place]]
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +66,14 @@ def decode_body(body: bytes) -> dict[str, Any]:
 class RequestReader:
     """Fills `RequestFacts`. Token ids are made by `tokens`, off the event loop."""
 
-    def __init__(self, fleet: Fleet, tokens: TokenService, slo: Slo | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, tokens: TokenService, slo: Slo | None = None, *, holder_of: HolderOf | None = None
+    ) -> None:
+        """`holder_of(response_id, headers)` says where a stored response is, or raises what the client is told."""
         self._fleet = fleet
         self._tokens = tokens
         self._slo = slo or Slo()
+        self._holder_of = holder_of
         self._large_at_once = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request_id: str, kind: str | None, body: bytes, headers: Mapping[str, str]) -> RequestFacts:
@@ -89,6 +97,21 @@ class RequestReader:
             fields = decode_body(body)
         else:
             fields, left_out, cut_tokens = await self._large(body, kind)
+        if kind == "responses" and isinstance(previous := fields.get("previous_response_id"), str) and previous:
+            facts = await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
+            return await self._follow_up(facts, previous, headers)
+        return await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
+
+    async def _read(
+        self,
+        request_id: str,
+        kind: str | None,
+        body: bytes,
+        headers: Mapping[str, str],
+        fields: Mapping[str, Any],
+        left_out: bool,
+        cut_tokens: int,
+    ) -> RequestFacts:
         if kind is None or left_out:
             keep_local = PdReason.NOT_GENERATION if kind is None else PdReason.NOT_READABLE
             return self._opaque(request_id, fields, len(body) // _BYTES_PER_TOKEN, headers, keep_local=keep_local)
@@ -116,6 +139,19 @@ class RequestReader:
             slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
             slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
         )
+
+    async def _follow_up(self, facts: RequestFacts, previous: str, headers: Mapping[str, str]) -> RequestFacts:
+        """To the worker that has the response it follows, and the rank that has its KV."""
+        if self._holder_of is None:
+            return facts
+        place = await self._holder_of(previous, headers)
+        holder = self._fleet.workers.get(place.worker)
+        if holder is not None and holder.serves(facts.model) is False:
+            text = f"The response `{previous[:LONGEST_ID]}` is held by a worker that does not serve `{facts.model}`."
+            raise BadRequest(text, param="previous_response_id")
+        ranks = () if holder is None else holder.loads
+        rank = place.rank if place.rank in ranks and len(ranks) > 1 else None
+        return msgspec.structs.replace(facts, subset=frozenset({place.worker}), rank=rank)
 
     def _kept_local(
         self, kind: str, body: bytes, fields: Mapping[str, Any], routed: Tokens, n_prompts: int

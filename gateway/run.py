@@ -8,8 +8,10 @@ from gateway.config import Config
 from gateway.config.flags import GATEWAY_ALIASES
 from gateway.core import Core
 from gateway.discovery import Discovery
+from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.models import PATH as MODELS
 from gateway.proxy.models import ModelList
+from gateway.proxy.stored_pages import StoredPages
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader, no_hints
 from gateway.sidecar.targets import Targets
@@ -39,7 +41,8 @@ class Gateway(Service):
         )
         models = ModelList(core.upstreams, lambda: list(core.fleet.workers))
         self.plane.pages = {**self.faces.public(), MODELS: models.page}
-        self.plane.prefixes = {MODELS + "/": models.page}
+        stored = StoredPages(self.plane, core.holders)
+        self.plane.prefixes = {MODELS + "/": models.page, RESPONSES: stored.page}
         self.listen(settings.host, settings.port)
 
     def upkeep(self) -> None:

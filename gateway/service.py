@@ -73,6 +73,7 @@ class Service:
                 prefixes=core.prefixes,
                 access=self.access,
                 recorder=core.recorder,
+                stored=core.stored,
                 rng=core.rng,
                 max_body_bytes=config.gateway.max_body_bytes,
                 response_headers=config.gateway.response_headers,

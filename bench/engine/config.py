@@ -93,6 +93,7 @@ class FakeVllmConfig:
     prompt_tokens_details: bool = True
     dev_mode: bool = True
     request_id_headers: bool = True
+    store_responses: bool = False  # VLLM_ENABLE_RESPONSES_API_STORE
     mean_output_tokens: float | None = None
     keepalive_timeout_s: float = 5.0  # uvicorn's default: an idle connection is closed after it
     dtype: str = "torch.bfloat16"

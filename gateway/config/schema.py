@@ -62,6 +62,14 @@ class GatewayConfig(_Section, frozen=True):
     drain_timeout_s: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="On SIGTERM, time given to running requests before closing.")
     ] = 30.0
+    stored_responses: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Ids of /v1/responses remembered with the worker that holds them; for others "
+            "every worker is asked.",
+        ),
+    ] = 65_536
     response_headers: Annotated[
         bool, Meta(description="Name the chosen worker and the reason in x-warmroute-* response headers.")
     ] = True

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import resource
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -17,7 +18,7 @@ from gateway.proxy import errors
 from gateway.proxy.access import Record
 from gateway.proxy.connection import ConnectionFactory
 from gateway.proxy.errors import ApiError
-from gateway.proxy.handler import Exchange
+from gateway.proxy.handler import Exchange, Holder
 from gateway.proxy.parts import Parts
 from gateway.proxy.routes import ROUTES, Route
 
@@ -132,12 +133,32 @@ class DataPlane:
         route = ROUTES.get(path)
         if route is None:
             return await self._page(request, path)
+        return await self.exchange(request, route, target)
+
+    async def exchange(
+        self, request: web.BaseRequest, route: Route, target: str, holder: Holder | None = None
+    ) -> web.StreamResponse:
+        """Serve a request by an engine: by the one that `holder` names, if it is given."""
+        path = target.partition("?")[0]
         if request.method not in route.methods:
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
         if self._served >= self._max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self._max_concurrency:
             self._parts.metrics.rejected("over_concurrency")
             return self._refuse(request, path, errors.too_many_requests(self._max_concurrency))
-        return await self._serve(request, route, target)
+        with self.busy():
+            return await Exchange(self._parts, self, request, route, target, holder).serve()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Something is served that a drain waits for."""
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
 
     def admit(self) -> None:
         if self._served >= self._max_concurrency:
@@ -147,16 +168,6 @@ class DataPlane:
 
     def leave(self) -> None:
         self._served -= 1
-
-    async def _serve(self, request: web.BaseRequest, route: Route, target: str) -> web.StreamResponse:
-        self.in_flight += 1
-        self._idle.clear()
-        try:
-            return await Exchange(self._parts, self, request, route, target).serve()
-        finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
 
     async def _page(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         page = self.pages.get(path)
