@@ -140,6 +140,10 @@ class RequestReader:
             slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
         )
 
+    def session(self, request_id: str, model: str | None, headers: Mapping[str, str]) -> RequestFacts:
+        """Of a connection that lives long and has no prompt yet. Raises BadRequest."""
+        return self._opaque(request_id, {"model": model}, 1, headers, keep_local=PdReason.NOT_GENERATION)
+
     async def _follow_up(self, facts: RequestFacts, previous: str, headers: Mapping[str, str]) -> RequestFacts:
         """To the worker that has the response it follows, and the rank that has its KV."""
         if self._holder_of is None:

@@ -16,6 +16,7 @@ from bench.engine.frames import Frames, OpenAiFrames
 from bench.engine.generate import Run
 from bench.engine.operations import Operations
 from bench.engine.protocol import ApiError, ApiKind, EngineDeadError, Generation, Parser, ServedModel, parse_body
+from bench.engine.realtime import RealtimeSession
 from bench.engine.request import mix64
 from bench.engine.seen import Seen
 from bench.engine.stored import StoredResponses
@@ -45,6 +46,7 @@ class Api:
         post("/v1/chat/completions", partial(self._generate, "chat"))
         post("/v1/messages", partial(self._generate, "messages"))
         post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_get("/v1/realtime", self._realtime)
         StoredResponses(self, partial(self._run, "responses")).add_to(app)
         Operations(self).add_to(app)
         return app
@@ -250,6 +252,11 @@ class Api:
         await response.write(last)
         await response.write_eof()
         return response
+
+    async def _realtime(self, request: web.Request) -> web.StreamResponse:
+        if not web.WebSocketResponse().can_prepare(request):
+            raise ApiError(404, "Not Found", "Not Found")  # FastAPI knows the path as a WebSocket only.
+        return await RealtimeSession(self, request).serve()
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         job = self.job(request, "messages", await self.body(request))

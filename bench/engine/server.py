@@ -28,6 +28,7 @@ from bench.engine.model import Engine
 from bench.engine.nixl import NixlSide
 from bench.engine.protocol import ServedModel
 from bench.engine.publisher import Publisher, for_rank
+from bench.engine.realtime import RealtimeSession
 from bench.engine.request import EngineConfig, EngineStats
 from bench.engine.seen import Seen
 from bench.engine.stored import Store
@@ -57,6 +58,7 @@ class FakeVllm:
         self.sleep_level: int | None = None
         self.dead = False
         self.store = Store()
+        self.sessions: set[RealtimeSession] = set()
         self.port = self.config.port
         self.fingerprint = f"vllm-{self.config.version}-{self.config.engine.seed:08x}"
         self._endpoints = (self.config.events_endpoint, self.config.replay_endpoint)

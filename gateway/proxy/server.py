@@ -122,7 +122,7 @@ class DataPlane:
         self.in_flight = 0
         """Those that still send their bodies included."""
         self._served = 0
-        self._parts = parts
+        self.parts = parts
         self._max_concurrency = max_concurrency
         self._idle = asyncio.Event()
         self._idle.set()
@@ -143,10 +143,10 @@ class DataPlane:
         if request.method not in route.methods:
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
         if self._served >= self._max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self._max_concurrency:
-            self._parts.metrics.rejected("over_concurrency")
+            self.parts.metrics.rejected("over_concurrency")
             return self._refuse(request, path, errors.too_many_requests(self._max_concurrency))
         with self.busy():
-            return await Exchange(self._parts, self, request, route, target, holder).serve()
+            return await Exchange(self.parts, self, request, route, target, holder).serve()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -162,7 +162,7 @@ class DataPlane:
 
     def admit(self) -> None:
         if self._served >= self._max_concurrency:
-            self._parts.metrics.rejected("over_concurrency")
+            self.parts.metrics.rejected("over_concurrency")
             raise errors.too_many_requests(self._max_concurrency)
         self._served += 1
 
@@ -175,13 +175,13 @@ class DataPlane:
             below = (page for prefix, page in self.prefixes.items() if path.startswith(prefix))
             page = next(below, self.fallback)
         if page is None:
-            self._parts.metrics.rejected("unknown_path")
+            self.parts.metrics.rejected("unknown_path")
             return self._refuse(request, path, errors.unknown_url(request.method, path))
         return await run_page(page, request)
 
     def _refuse(self, request: web.BaseRequest, path: str, error: ApiError) -> web.Response:
-        self._parts.metrics.request(None, error.status, 0.0)
-        self._parts.access.write(
+        self.parts.metrics.request(None, error.status, 0.0)
+        self.parts.access.write(
             Record(
                 request_id=request.headers.get("X-Request-Id", "")[:256],
                 method=request.method,

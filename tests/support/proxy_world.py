@@ -23,6 +23,8 @@ from gateway.proxy.access import AccessLog
 from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.parts import Parts
+from gateway.proxy.realtime import PATH as REALTIME
+from gateway.proxy.realtime import Realtime
 from gateway.proxy.server import DataPlane, HttpServer
 from gateway.proxy.stored_pages import StoredPages
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
@@ -228,6 +230,10 @@ class World:
             self.add(name, url)
         self.plane = DataPlane(self.parts, max_concurrency=concurrency)
         self.plane.prefixes = {RESPONSES: StoredPages(self.plane, self.holders).page}
+        self.realtime = Realtime(
+            self.parts, self.plane, tls=True, connect_timeout_s=1.0, longest_s=self._settings.request_timeout_s
+        )
+        self.plane.pages = {REALTIME: self.realtime.page}
         self.server = HttpServer(self.plane.handle, "127.0.0.1", 0)
         await self.server.start()
         self.http = aiohttp.ClientSession(auto_decompress=False)
@@ -236,6 +242,7 @@ class World:
     async def __aexit__(self, *_: object) -> None:
         await self.http.close()
         await self.server.close()
+        await self.realtime.close()
         await self.handoffs.releases.close()
         await self.upstreams.close()
         await self.access.close()
