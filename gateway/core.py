@@ -25,6 +25,7 @@ from gateway.discovery import Discovery
 from gateway.engine.available import Available
 from gateway.engine.capabilities import Capabilities
 from gateway.engine.health import Health, HealthSettings, State
+from gateway.engine.look_again import LookAgain
 from gateway.engine.scraper import Scraper, ScrapeSettings
 from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
@@ -94,7 +95,17 @@ class Core:
         self.capabilities: dict[str, Capabilities] = {}
         self.stored = StoredResponses(config.gateway.stored_responses)
         self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders)
-        self.reader = RequestReader(self.fleet, self.tokens, slo(config), holder_of=self.holders.find)
+        self.look_again = LookAgain(
+            lambda: self.scraper.read_models(self.fleet.workers), config.health.scrape_interval_s
+        )
+        self.reader = RequestReader(
+            self.fleet,
+            self.tokens,
+            slo(config),
+            holder_of=self.holders.find,
+            look_again=self.look_again,
+            try_unknown=config.gateway.unknown_models == "try",
+        )
         self.up = Available(self.fleet.workers, self.available)
         self.handoffs = assemble(
             config.pd,
@@ -158,6 +169,7 @@ class Core:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.learned.close()
+        await self.look_again.close()
         await self.scraper.stop()
         await asyncio.to_thread(self.ingest.stop)
         await self.tokens.close()
@@ -199,12 +211,9 @@ class Core:
         self.index.clear(worker)
         self.planner.forget_blocks(worker)
 
-    def models_changed(self, worker: str) -> None:
-        """Adapters came or went: ask at once instead of within the models interval."""
-        change = self._changes.get(worker)
-        if change is not None and change.url is not None:
-            self.scraper.remove(worker)
-            self.scraper.add(worker, change.url)
+    async def models_changed(self, worker: str) -> None:
+        """Adapters came or went: ask at once."""
+        await self.scraper.read_models([worker])
 
     def apply(self, change: WorkerChange) -> None:
         """Take in one change of the fleet."""

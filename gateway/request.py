@@ -67,13 +67,25 @@ class RequestReader:
     """Fills `RequestFacts`. Token ids are made by `tokens`, off the event loop."""
 
     def __init__(
-        self, fleet: Fleet, tokens: TokenService, slo: Slo | None = None, *, holder_of: HolderOf | None = None
+        self,
+        fleet: Fleet,
+        tokens: TokenService,
+        slo: Slo | None = None,
+        *,
+        holder_of: HolderOf | None = None,
+        look_again: Callable[[], Awaitable[None]] | None = None,
+        try_unknown: bool = False,
     ) -> None:
-        """`holder_of(response_id, headers)` says where a stored response is, or raises what the client is told."""
+        """`holder_of(response_id, headers)` says where a stored response is, or raises what the client is told.
+        `look_again` brings the fleet's models up to date. `try_unknown`: a model that nobody lists is taken for an
+        adapter of the only base model, which an engine may load when it is asked.
+        """
         self._fleet = fleet
         self._tokens = tokens
         self._slo = slo or Slo()
         self._holder_of = holder_of
+        self._look_again = look_again
+        self._try_unknown = try_unknown
         self._large_at_once = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request_id: str, kind: str | None, body: bytes, headers: Mapping[str, str]) -> RequestFacts:
@@ -86,10 +98,10 @@ class RequestReader:
             texts = form.fields(content_type, body, _FORM_FIELDS)
             fields: dict[str, Any] = {**texts, "stream": texts.get("stream", "").lower() in _TRUE}
             n_tokens = len(body) // _BYTES_PER_MEDIA_TOKEN
-            return self._opaque(request_id, fields, n_tokens, headers, keep_local=PdReason.NOT_READABLE)
+            return await self._opaque(request_id, fields, n_tokens, headers, keep_local=PdReason.NOT_READABLE)
         if headers.get("content-encoding", "identity") != "identity":
             # The engine may know how to read it.
-            return self._opaque(
+            return await self._opaque(
                 request_id, {}, len(body) // _BYTES_PER_TOKEN, headers, keep_local=PdReason.NOT_READABLE
             )
         cut_tokens, left_out = 0, False
@@ -114,8 +126,8 @@ class RequestReader:
     ) -> RequestFacts:
         if kind is None or left_out:
             keep_local = PdReason.NOT_GENERATION if kind is None else PdReason.NOT_READABLE
-            return self._opaque(request_id, fields, len(body) // _BYTES_PER_TOKEN, headers, keep_local=keep_local)
-        model = self._model(fields.get("model"))
+            return await self._opaque(request_id, fields, len(body) // _BYTES_PER_TOKEN, headers, keep_local=keep_local)
+        model, lora = await self._served(fields.get("model"))
         prompts = await self._tokens.tokens_for(kind, fields, model)
         routed = max(prompts, key=_known_tokens)
         n_sequences = _positive(fields.get("n"), _MOST_SEQUENCES) or 1
@@ -128,7 +140,7 @@ class RequestReader:
             tokens=ids,
             exact_prefix_tokens=len(ids) // 4 if is_prefix and ids is not None else None,
             token_source=TokenSource(routed.source),
-            lora=self._lora(model),
+            lora=lora,
             cache_salt=_text(fields.get("cache_salt")),
             max_output_tokens=next(filter(None, (_positive(fields.get(f)) for f in _MAX_TOKENS_FIELDS)), None),
             n_sequences=n_sequences * len(prompts),
@@ -140,9 +152,9 @@ class RequestReader:
             slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
         )
 
-    def session(self, request_id: str, model: str | None, headers: Mapping[str, str]) -> RequestFacts:
+    async def session(self, request_id: str, model: str | None, headers: Mapping[str, str]) -> RequestFacts:
         """Of a connection that lives long and has no prompt yet. Raises BadRequest."""
-        return self._opaque(request_id, {"model": model}, 1, headers, keep_local=PdReason.NOT_GENERATION)
+        return await self._opaque(request_id, {"model": model}, 1, headers, keep_local=PdReason.NOT_GENERATION)
 
     async def _follow_up(self, facts: RequestFacts, previous: str, headers: Mapping[str, str]) -> RequestFacts:
         """To the worker that has the response it follows, and the rank that has its KV."""
@@ -173,7 +185,7 @@ class RequestReader:
             raise BadRequest("The request body is not a valid JSON object.", code="invalid_json")
         return large
 
-    def _opaque(
+    async def _opaque(
         self,
         request_id: str,
         fields: Mapping[str, Any],
@@ -182,12 +194,12 @@ class RequestReader:
         *,
         keep_local: PdReason,
     ) -> RequestFacts:
-        model = self._model(fields.get("model"))
+        model, lora = await self._served(fields.get("model"))
         return RequestFacts(
             request_id=request_id,
             model=model,
             prompt_tokens=n_tokens,
-            lora=self._lora(model),
+            lora=lora,
             streaming=fields.get("stream") is True,
             keep_local=keep_local,
             session=headers.get("x-session-id"),
@@ -198,18 +210,29 @@ class RequestReader:
             return model
         if model is not None and model != "":
             raise BadRequest("`model` must be a string.", param="model")
-        bases = [worker.models for worker in self._fleet.workers.values() if worker.models]
-        common = frozenset.intersection(*bases) if bases else frozenset()
-        if not common and bases:
+        common = self._only_base()
+        if not common and any(worker.models for worker in self._fleet.workers.values()):
             raise BadRequest("You must provide a `model` parameter: several models are served here.", param="model")
         return min(common, default="")
 
-    def _lora(self, model: str) -> str | None:
-        """`model` if it names an adapter of some worker."""
-        for worker in self._fleet.workers.values():
-            if model in worker.adapters:
-                return model
-        return None
+    def _only_base(self) -> frozenset[str]:
+        """The names that all workers have for their base model; none if they serve several."""
+        bases = [worker.models for worker in self._fleet.workers.values() if worker.models]
+        return frozenset.intersection(*bases) if bases else frozenset()
+
+    async def _served(self, named: object) -> tuple[str, str | None]:
+        """(model, adapter) that a request asks for by one name."""
+        model = self._model(named)
+        workers = self._fleet.workers.values()
+        if self._look_again is not None and model and not any(worker.serves(model) for worker in workers):
+            await self._look_again()
+        if any(model in worker.adapters for worker in workers):
+            return model, model
+        if self._try_unknown and model and not any(worker.serves(model) for worker in workers):
+            common = self._only_base()
+            if common:
+                return min(common), model
+        return model, None
 
 
 def _known_tokens(prompt: Tokens) -> int:

@@ -70,6 +70,13 @@ class GatewayConfig(_Section, frozen=True):
             "every worker is asked.",
         ),
     ] = 65_536
+    unknown_models: Annotated[
+        Literal["refuse", "try"],
+        Meta(
+            description="A model that no worker lists: refuse it (404), or try it as an adapter of the only base "
+            "model, which a worker may load when asked (vLLM's LoRA resolvers)."
+        ),
+    ] = "refuse"
     response_headers: Annotated[
         bool, Meta(description="Name the chosen worker and the reason in x-warmroute-* response headers.")
     ] = True

@@ -203,7 +203,7 @@ class _Session:
 
     async def _serve(self) -> web.StreamResponse:
         try:
-            facts = self._facts(self._request.rel_url.query.get("model"))
+            facts = await self._facts(self._request.rel_url.query.get("model"))
         except BadRequest as exc:
             if "model" in self._request.rel_url.query:
                 raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
@@ -211,10 +211,10 @@ class _Session:
         worker = await self._connect(facts)
         return await self._pass_through(await self._accept(worker.protocol), worker)
 
-    def _facts(self, model: str | None) -> RequestFacts:
+    async def _facts(self, model: str | None) -> RequestFacts:
         """Raises BadRequest when several models are served and none is named."""
         booked = f"{self._record.request_id}/{id(self):x}"
-        return self._parts.reader.session(booked, model, self._headers)
+        return await self._parts.reader.session(booked, model, self._headers)
 
     async def _accept(self, protocol: str | None) -> _ServerSocket:
         """Send the 101."""
@@ -360,7 +360,7 @@ class _Session:
                 held.append(message)
                 continue
             try:
-                worker = await self._connect(self._facts(model))
+                worker = await self._connect(await self._facts(model))
             except ApiError as exc:
                 await client.send_str(_error_event(exc.message, exc.code))
                 if exc.code != "model_not_found":

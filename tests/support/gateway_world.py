@@ -42,15 +42,23 @@ class Fleet(Stacked):
     is its worker's role.
     """
 
-    def __init__(self, pd: PdConfig | None = None, **engines: FakeVllmConfig) -> None:
+    def __init__(
+        self,
+        pd: PdConfig | None = None,
+        unknown_models: Literal["refuse", "try"] = "refuse",
+        scrape_interval_s: float = 0.1,
+        **engines: FakeVllmConfig,
+    ) -> None:
         self._pd = pd or PdConfig()
+        self._unknown_models = unknown_models
+        self._scrape_interval_s = scrape_interval_s
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
 
     async def _start(self) -> None:
         for name, config in self._configs.items():
             self.engines[name] = await self._stack.enter_async_context(FakeVllm(config))
-        gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0)
+        gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0, unknown_models=self._unknown_models)
         config = Config(
             gateway=gateway,
             workers=tuple(
@@ -58,7 +66,7 @@ class Fleet(Stacked):
                 for name, server in self.engines.items()
             ),
             pd=self._pd,
-            health=HealthConfig(scrape_interval_s=0.1),
+            health=HealthConfig(scrape_interval_s=self._scrape_interval_s),
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),
         )
