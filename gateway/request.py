@@ -20,6 +20,8 @@ from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
 from gateway.stored import LONGEST_ID, Place
 from gateway.tokens import Tokens, TokenService
+from gateway.tokens.references import media_links
+from indexer import Link
 from scorer.fleet import Fleet
 from scorer.types import PdReason, RequestFacts, TokenSource
 
@@ -142,6 +144,7 @@ class RequestReader:
             token_source=TokenSource(routed.source),
             lora=lora,
             cache_salt=_text(fields.get("cache_salt")),
+            media_links=await self._media_links(kind, fields, len(body)) if routed.media_parts else (),
             max_output_tokens=next(filter(None, (_positive(fields.get(f)) for f in _MAX_TOKENS_FIELDS)), None),
             n_sequences=n_sequences * len(prompts),
             streaming=fields.get("stream") is True,
@@ -168,6 +171,11 @@ class RequestReader:
         ranks = () if holder is None else holder.loads
         rank = place.rank if place.rank in ranks and len(ranks) > 1 else None
         return msgspec.structs.replace(facts, subset=frozenset({place.worker}), rank=rank)
+
+    async def _media_links(self, kind: str, fields: Mapping[str, Any], n_bytes: int) -> tuple[Link, ...]:
+        if n_bytes <= LARGE_BYTES:
+            return media_links(kind, fields)
+        return await asyncio.to_thread(media_links, kind, fields)  # Images as data: URIs may be many MB.
 
     def _kept_local(
         self, kind: str, body: bytes, fields: Mapping[str, Any], routed: Tokens, n_prompts: int

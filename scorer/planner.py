@@ -31,6 +31,7 @@ CONSIDERED = 8
 _PREFILLS = 3
 """Of them, so many prefill workers at most, that the local ways are seen beside them."""
 _NOTHING = Match()
+_NO_TOKENS: Mapping[Holder, int] = {}
 
 
 class ModelNotFound(Exception):
@@ -243,7 +244,8 @@ class Planner:
         places = self._places(facts, available)
         held = {} if prompt is None else self.holdings.held(facts, prompt, now_s)
         out = self._pricer.answer(facts).tokens
-        priced = self._pricer.local(facts, places, held, now_s, out_tokens=out)
+        likely, known = self.holdings.with_media(facts, held, now_s) if facts.media_links else (held, _NO_TOKENS)
+        priced = self._pricer.local(facts, places, likely, now_s, out_tokens=out)
         judged = self._judge(facts, places, priced)
         turn, turns = self._turn, self._turns
         offers = [
@@ -253,7 +255,7 @@ class Planner:
         best = self._choose(offers, rng)
         others = sorted((offers[i] for i in judged if i != best.position), key=lambda offer: offer.total_s)
         ranked = [best, *others][:CONSIDERED]
-        considered = tuple(_candidate(places[o.position], priced[o.position], held) for o in ranked)
+        considered = tuple(_candidate(places[o.position], priced[o.position], held, known) for o in ranked)
         decode = places[best.position]
         if self._remote.prices_decide(facts):
             locals_ = [(c, places[o.position]) for c, o in zip(considered, ranked, strict=True)][:BEST]
@@ -340,7 +342,7 @@ class Planner:
             self._learner.tokens(flight.facts, flight.trace, flight.decode.worker, load, outcome, now_s)
         elif kind is OutcomeKind.CACHED_TOKENS:
             self._learner.cached_tokens(flight.plan, flight.trace, outcome.n_tokens)
-            if flight.prompt is not None and not flight.plan.remote:
+            if not flight.plan.remote:
                 self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens)
         elif kind is OutcomeKind.PREFILL_DONE:
             if flight.prefill is not None:
@@ -382,12 +384,15 @@ def _prompt(facts: RequestFacts) -> Prompt | None:
     return Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
 
 
-def _candidate(place: Place, priced: tuple[Price, int], held: Mapping[Holder, Match]) -> Candidate:
+def _candidate(
+    place: Place, priced: tuple[Price, int], held: Mapping[Holder, Match], known: Mapping[Holder, int]
+) -> Candidate:
+    """`known`: so many tokens are known to be cached where more are likely to be."""
     match = held.get(place[1], _NOTHING)
     price, cached = priced
     return Candidate(
         decode=place[1],
-        cached_tokens=cached,
+        cached_tokens=min(cached, known.get(place[1], cached)),
         cpu_tokens=match.cpu_tokens,
         disk_tokens=match.disk_tokens,
         approximate=match.approximate,

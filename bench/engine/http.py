@@ -37,7 +37,11 @@ class Api:
     def __init__(self, server: "FakeVllm") -> None:
         self.server = server
         config = server.config
-        self.parser = Parser(max_model_len=config.engine.max_model_len, mean_output_tokens=config.mean_output_tokens)
+        self.parser = Parser(
+            max_model_len=config.engine.max_model_len,
+            mean_output_tokens=config.mean_output_tokens,
+            image_tokens=config.image_tokens,
+        )
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
