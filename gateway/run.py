@@ -12,12 +12,11 @@ from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.models import PATH as MODELS
 from gateway.proxy.models import ModelList
 from gateway.proxy.realtime import PATH as REALTIME
-from gateway.proxy.realtime import Realtime
 from gateway.proxy.stored_pages import StoredPages
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader, no_hints
 from gateway.sidecar.targets import Targets
-from gateway.tls import client_context, scheme_of_workers
+from gateway.tls import scheme_of_workers
 
 _HEADER = "header"
 _POLICY = "cost"
@@ -42,21 +41,10 @@ class Gateway(Service):
             controlled=lambda: sorted(core.fleet.workers),
         )
         models = ModelList(core.upstreams, lambda: list(core.fleet.workers))
-        self._realtime = Realtime(
-            self.plane.parts,
-            self.plane,
-            tls=client_context(config.tls),
-            connect_timeout_s=settings.connect_timeout_s,
-            longest_s=settings.request_timeout_s,
-        )
-        self.plane.pages = {**self.faces.public(), MODELS: models.page, REALTIME: self._realtime.page}
+        self.plane.pages = {**self.faces.public(), MODELS: models.page, REALTIME: self.realtime.page}
         stored = StoredPages(self.plane, core.holders)
         self.plane.prefixes = {MODELS + "/": models.page, RESPONSES: stored.page}
         self.listen(settings.host, settings.port)
-
-    async def close(self) -> None:
-        await super().close()
-        await self._realtime.close()
 
     def upkeep(self) -> None:
         self._targets.forget_unused()

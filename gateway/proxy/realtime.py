@@ -31,6 +31,7 @@ from gateway.proxy.headers import RANK_HEADER, request_headers
 from gateway.proxy.parts import Parts
 from gateway.proxy.server import DataPlane, target_of
 from gateway.request import BadRequest
+from gateway.sidecar.hints import NO_HINTS
 from scorer.planner import ModelNotFound, NoWorker
 from scorer.types import Outcome, OutcomeKind, RequestFacts
 
@@ -206,6 +207,7 @@ class _Session:
             facts = await self._facts(self._request.rel_url.query.get("model"))
         except BadRequest as exc:
             if "model" in self._request.rel_url.query:
+                self._parts.metrics.rejected("bad_request")
                 raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
             return await self._choose_late()
         worker = await self._connect(facts)
@@ -214,7 +216,9 @@ class _Session:
     async def _facts(self, model: str | None) -> RequestFacts:
         """Raises BadRequest when several models are served and none is named."""
         booked = f"{self._record.request_id}/{id(self):x}"
-        return await self._parts.reader.session(booked, model, self._headers)
+        facts = await self._parts.reader.session(booked, model, self._headers)
+        hints = self._parts.hints(self._request)
+        return facts if hints is NO_HINTS else msgspec.structs.replace(facts, subset=hints.decode, rank=hints.rank)
 
     async def _accept(self, protocol: str | None) -> _ServerSocket:
         """Send the 101."""
@@ -264,6 +268,7 @@ class _Session:
             parts.metrics.rejected("no_worker")
             raise errors.no_worker(str(exc)) from None
         self._plan_id = facts.request_id
+        parts.metrics.decided(plan.choice, facts.token_source)
         name, rank = plan.chosen.decode
         known = parts.planner.fleet.workers[name]
         self._place = name, known.generation
@@ -283,11 +288,14 @@ class _Session:
             status = exc.status if 400 <= exc.status <= 599 else 502
             text = f"Worker {name} refused the WebSocket (status {exc.status})."
             raise ApiError(status, text, type_=errors.UPSTREAM, code="upstream_refused") from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            end = End.CONNECT
+            raise self._unreachable(name, parts.unreachable_status) from None
         except TimeoutError:
             end = End.TIMEOUT
             raise self._unreachable(name, 504) from None
         except (aiohttp.ClientError, OSError, ValueError):
-            end = End.CONNECT
+            end = End.RESET
             raise self._unreachable(name, parts.unreachable_status) from None
         finally:
             # That its HTTP server says 101 does not show that its engine works.
@@ -332,9 +340,9 @@ class _Session:
                 worker, held = await self._chosen(client)
             await self._greeting_of(worker)
         except _Ended as exc:
-            return await self._finish(client, None, exc.close)
+            return await self._finish(client, exc.close)
         except TimeoutError:
-            return await self._finish(client, None, _Close(_POLICY, "no model was named in time", "timeout"))
+            return await self._finish(client, _Close(_POLICY, "no model was named in time", "timeout"))
         for message in held:
             await _send(worker, message)
         return await self._pass_through(client, worker)
@@ -392,7 +400,7 @@ class _Session:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-        return await self._finish(client, worker, close)
+        return await self._finish(client, close)
 
     async def _watched(self, ways: tuple[asyncio.Future[_Close], ...]) -> _Close:
         """Until one side ends the session, or there is a reason to."""
@@ -429,7 +437,7 @@ class _Session:
         except KeyError:
             return True, False
 
-    async def _finish(self, client: _ServerSocket, worker: _ClientSocket | None, close: _Close) -> web.StreamResponse:
+    async def _finish(self, client: _ServerSocket, close: _Close) -> web.StreamResponse:
         self._over = True
         if close.cut is not None:
             self._cut(close.cut)
@@ -438,7 +446,7 @@ class _Session:
             health.request_ended(health.request_started(self._place[0], now_s), End.RESET, now_s)
             self._give_back(Outcome(kind=OutcomeKind.ERROR, worker_failed=True))
         self._give_back(Outcome(kind=OutcomeKind.END))
-        await asyncio.gather(*(_close(side, close) for side in (client, worker) if side is not None))
+        await asyncio.gather(*(_close(side, close) for side in (client, self._worker) if side is not None))
         self._worker = None
         return client
 

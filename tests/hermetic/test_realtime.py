@@ -16,6 +16,7 @@ from yarl import URL
 from scorer.types import ChangeKind, WorkerChange
 from tests.support.gateway_world import Fleet, engine, until
 from tests.support.proxy_world import Stub, World
+from tests.support.sidecar_world import Pod
 
 AUDIO = {"type": "input_audio_buffer.append", "audio": base64.b64encode(b"\0\1" * 800).decode()}
 COMMIT = {"type": "input_audio_buffer.commit"}
@@ -452,3 +453,12 @@ async def test_a_rank_is_told_to_a_worker_that_has_several() -> None:
         assert sorted(request.headers["X-data-parallel-rank"] for request in a.requests) == ["0", "1"]
         await asyncio.gather(*(socket.close() for socket in sockets))
         await until(world.is_idle)
+
+
+async def test_a_sidecar_passes_a_session_to_the_engine_of_its_port() -> None:
+    async with Pod(ranks=2) as pod:
+        for rank in (0, 1):
+            async with pod.http.ws_connect(pod.url(rank) + PATH) as socket:
+                assert (await said(socket))["type"] == "session.created"
+                assert [len(server.sessions) for server in pod.engines] == [1 - rank, rank]
+                assert await transcribe(socket)
