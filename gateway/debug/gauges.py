@@ -53,6 +53,7 @@ class FleetGauges(Collector):
         yield from self._events()
         yield from self._index()
         yield from self._tokens()
+        yield from self._stored()
         dropped = CounterMetricFamily("warmroute_access_log_lines_dropped", "Access log lines there was no room for.")
         dropped.add_metric([], self._access.dropped)
         yield dropped
@@ -90,6 +91,17 @@ class FleetGauges(Collector):
             age.add_metric([worker.name], math.nan if stats is None else max(0.0, now_s - stats.scraped_at_s))
         yield available
         yield age
+
+    def _stored(self) -> Iterator[Metric]:
+        yield _gauge("stored_responses", "Ids of /v1/responses remembered.", len(self._core.stored))
+        lookups = CounterMetricFamily(
+            "warmroute_stored_response_lookups", "Ids of stored responses looked up, by outcome.", labels=["outcome"]
+        )
+        for outcome, count in self._core.holders.lookups.items():
+            lookups.add_metric([outcome], count)
+        yield lookups
+        references = len(self._core.planner.holdings.media)
+        yield _gauge("media_references", "Pairs of prompt and worker known by images, audio or video.", references)
 
     def _hits(self) -> Iterator[Metric]:
         for name, (text, field) in _HITS.items():

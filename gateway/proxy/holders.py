@@ -28,6 +28,8 @@ _MOST_ASKED = 64
 _MOST_ASKING = 16
 _UNKNOWN_S = 2.0
 _MOST_UNKNOWN = 1024
+OUTCOMES = ("known", "gone", "found", "not_found", "unsure")
+"""Of looking ids up: remembered; remembered of a worker that is gone; found by asking; held by nobody; not all said."""
 _LARGEST_ANSWER_BYTES = 64 << 10
 """Read to keep the connection; of a longer one it is closed."""
 _NOT_FOR_A_GET = ("Content-Type", "Content-Encoding", "Range", "If-None-Match", "If-Modified-Since")
@@ -49,6 +51,7 @@ class ResponseHolders:
         self._stored = stored
         self._upstreams = upstreams
         self._workers = workers
+        self.lookups = dict.fromkeys(OUTCOMES, 0)
         self._asking = 0
         self._unknown: OrderedDict[str, float] = OrderedDict()
         """Ids that nobody held, and until when that is believed."""
@@ -58,8 +61,10 @@ class ResponseHolders:
         now_s = time.monotonic()
         known = self._stored.find(response_id, now_s)
         if isinstance(known, Place):
+            self.lookups["known"] += 1
             return known
         if isinstance(known, Gone):
+            self.lookups["gone"] += 1
             raise _not_found(response_id, f"worker {known.worker}, which held it, is gone or was restarted")
         workers = self._workers()
         if len(workers) == 1:
@@ -67,6 +72,7 @@ class ResponseHolders:
         if not workers:
             raise errors.no_worker("none is known")
         if self._unknown.get(response_id, 0.0) > now_s or len(response_id) > LONGEST_ID:
+            self.lookups["not_found"] += 1
             raise _not_found(response_id)
         if self._asking >= _MOST_ASKING:
             raise errors.too_many_requests(_MOST_ASKING)
@@ -87,6 +93,7 @@ class ResponseHolders:
                 for task in done:
                     said.add(task.result())
                     if task.result() is _Says.HELD:
+                        self.lookups["found"] += 1
                         place = Place(tasks[task], None)
                         self._stored.remember(response_id, place, time.monotonic())
                         return place
@@ -98,7 +105,9 @@ class ResponseHolders:
         if refused is not None:
             return Place(refused, None)  # Whose answer will say why.
         if _Says.NOTHING in said:
+            self.lookups["unsure"] += 1
             raise errors.no_worker("not all of those that may hold this response could be asked")
+        self.lookups["not_found"] += 1
         self._unknown[response_id] = time.monotonic() + _UNKNOWN_S
         if len(self._unknown) > _MOST_UNKNOWN:
             self._unknown.popitem(last=False)

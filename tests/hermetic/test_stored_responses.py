@@ -167,6 +167,16 @@ async def test_of_ranks_the_one_that_computed_it_is_asked_again() -> None:
                 assert fleet.engines[worker].requests[-1].headers["X-data-parallel-rank"] == rank
 
 
+async def test_lookups_are_counted(fleet: Fleet) -> None:
+    _, made = await create(fleet)
+    await fleet.get(f"{fleet.url}/v1/responses/{made['id']}")
+    await fleet.get(fleet.url + "/v1/responses/resp_none")
+    _, page = await fleet.get(fleet.url + "/metrics")
+    assert "warmroute_stored_responses 1.0" in page
+    for outcome, n in (("known", 1), ("not_found", 1), ("found", 0), ("gone", 0), ("unsure", 0)):
+        assert f'warmroute_stored_response_lookups_total{{outcome="{outcome}"}} {n}.0' in page
+
+
 async def test_wrong_methods_and_paths(fleet: Fleet) -> None:
     for method, path, status, allow in (
         ("DELETE", "/v1/responses/x", 405, "GET, OPTIONS"),
