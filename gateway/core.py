@@ -26,16 +26,19 @@ from gateway.discovery.roster import Roster
 from gateway.engine.available import Available
 from gateway.engine.capabilities import Capabilities
 from gateway.engine.health import Health, HealthSettings, State
+from gateway.engine.look_again import LookAgain
 from gateway.engine.scraper import Scraper, ScrapeSettings
 from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
 from gateway.learned import LearnedFile, learned_path
 from gateway.leaving import Leaving
+from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.publishing import Publishing
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
+from gateway.stored import StoredResponses
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
 from indexer import PrefixIndex
@@ -78,7 +81,6 @@ class Core:
         )
         self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)
         self.tokens = TokenService(token_settings(config), rng=self.rng)
-        self.reader = RequestReader(self.fleet, self.tokens, slo(config), session_header=config.scorer.session_header)
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
@@ -94,6 +96,20 @@ class Core:
             )
         )
         self.capabilities: dict[str, Capabilities] = {}
+        self.stored = StoredResponses(config.gateway.stored_responses)
+        self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders)
+        self.look_again = LookAgain(
+            lambda: self.scraper.read_models(self.fleet.workers), config.health.scrape_interval_s
+        )
+        self.reader = RequestReader(
+            self.fleet,
+            self.tokens,
+            slo(config),
+            session_header=config.scorer.session_header,
+            holder_of=self.holders.find,
+            look_again=self.look_again,
+            try_unknown=config.gateway.unknown_models == "try",
+        )
         self.up = Available(self.fleet.workers, self.available)
         self.handoffs = assemble(
             config.pd,
@@ -159,6 +175,7 @@ class Core:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.learned.close()
+        await self.look_again.close()
         await self.scraper.stop()
         await asyncio.to_thread(self.ingest.stop)
         await self.tokens.close()
@@ -183,6 +200,9 @@ class Core:
         """
         return self.available(worker) and self.scraper.reachable(worker) is not False
 
+    def _decoders(self) -> list[str]:
+        return [worker.name for worker in self.fleet.workers.values() if worker.role.decodes]
+
     def _nixl_of(self, worker: str) -> str | None:
         change = self._changes.get(worker)
         return None if change is None else change.nixl_endpoint
@@ -201,12 +221,9 @@ class Core:
         self.ingest.forget(worker, "its cache was emptied")
         self.planner.forget_blocks(worker)
 
-    def models_changed(self, worker: str) -> None:
-        """Adapters came or went: ask at once instead of within the models interval."""
-        change = self._changes.get(worker)
-        if change is not None and change.url is not None:
-            self.scraper.remove(worker)
-            self.scraper.add(worker, change.url, change.server_name)
+    async def models_changed(self, worker: str) -> None:
+        """Adapters came or went: ask at once."""
+        await self.scraper.read_models([worker])
 
     def take(self, source: Source, change: WorkerChange) -> None:
         """Take in what one source says of a worker."""
@@ -260,6 +277,7 @@ class Core:
         self._declare_models()
 
     def _forget_engine(self, name: str) -> None:
+        self.stored.lost(name)
         self.publishing.forget(name)
         self.pairing.restarted(name)
         self.cache_cleared(name)
@@ -310,6 +328,7 @@ class Core:
 
     def on_restart(self, worker: str, process_start_s: float | None) -> None:
         _log.info("%s restarted; what it held is forgotten", worker)
+        self.stored.lost(worker)
         self.health.restarted(worker, time.monotonic())
         known = self.fleet.workers.get(worker)
         self.pairing.restarted(worker, math.inf if known is None or known.stats is None else known.stats.scraped_at_s)

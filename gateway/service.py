@@ -24,6 +24,7 @@ from gateway.errors import UserError
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
 from gateway.proxy.parts import Parts
+from gateway.proxy.realtime import Realtime
 from gateway.proxy.reset import IndexReset
 from gateway.proxy.routes import CONTROLS, RESET
 from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
@@ -74,6 +75,7 @@ class Service:
                 prefixes=core.prefixes,
                 access=self.access,
                 recorder=core.recorder,
+                stored=core.stored,
                 rng=core.rng,
                 max_body_bytes=config.gateway.max_body_bytes,
                 response_headers=config.gateway.response_headers,
@@ -84,6 +86,13 @@ class Service:
                 unreachable_status=unreachable_status,
             ),
             max_concurrency=config.gateway.max_concurrency,
+        )
+        self.realtime = Realtime(
+            self.plane.parts,
+            self.plane,
+            tls=client_context(config.tls),
+            connect_timeout_s=config.gateway.connect_timeout_s,
+            longest_s=config.gateway.request_timeout_s,
         )
         self.faces = Faces(
             core, self.access, draining=lambda: self.plane.draining, in_flight=lambda: self.plane.in_flight
@@ -139,6 +148,7 @@ class Service:
             await asyncio.gather(self._upkeep, return_exceptions=True)
         for server in (*self.listeners, self._admin):
             await server.close()
+        await self.realtime.close()
         await self.core.close()
         await self.access.close()
 

@@ -32,6 +32,7 @@ CONSIDERED = 8
 _PREFILLS = 3
 """Of them, so many prefill workers at most, that the local ways are seen beside them."""
 _NOTHING = Match()
+_NO_TOKENS: Mapping[Holder, int] = {}
 
 
 class ModelNotFound(Exception):
@@ -265,7 +266,8 @@ class Planner:
         places = self._places(facts, available)
         held = {} if prompt is None else self.holdings.held(facts, prompt, now_s)
         out = self._pricer.answer(facts).tokens
-        priced = self._pricer.local(facts, places, held, now_s, out_tokens=out)
+        likely, known = self.holdings.with_media(facts, held, now_s) if facts.media_links else (held, _NO_TOKENS)
+        priced = self._pricer.local(facts, places, likely, now_s, out_tokens=out)
         of_session = self.sessions.applies(facts)
         home = self.sessions.home(facts, places, now_s) if of_session else None
         if home is not None:
@@ -281,7 +283,7 @@ class Planner:
         best = offers[home[0]] if home is not None and bound else self._choose(offers, rng)
         others = sorted((offers[i] for i in judged if i != best.position), key=lambda offer: offer.total_s)
         ranked = [best, *others][:CONSIDERED]
-        considered = tuple(_candidate(places[o.position], priced[o.position], held) for o in ranked)
+        considered = tuple(_candidate(places[o.position], priced[o.position], held, known) for o in ranked)
         decode = places[best.position]
         if self._remote.prices_decide(facts):
             most = 1 if bound else BEST
@@ -299,8 +301,8 @@ class Planner:
                 considered = (*(choice.candidate for choice in choices[:_PREFILLS]), *considered)[:CONSIDERED]
         session = None
         if of_session:
-            chosen, known = places.index(decode), self.sessions.is_known(facts, now_s)
-            session = session_outcome(known, home and home[0], chosen, self.sessions.strict)
+            chosen, is_known = places.index(decode), self.sessions.is_known(facts, now_s)
+            session = session_outcome(is_known, home and home[0], chosen, self.sessions.strict)
         plan = Plan(
             request_id=facts.request_id,
             chosen=considered[0],
@@ -374,7 +376,7 @@ class Planner:
             self._learner.tokens(flight.facts, flight.trace, flight.decode.worker, load, outcome, now_s)
         elif kind is OutcomeKind.CACHED_TOKENS:
             self._learner.cached_tokens(flight.plan, flight.trace, outcome.n_tokens)
-            if flight.prompt is not None and not flight.plan.remote:
+            if not flight.plan.remote:
                 self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens)
         elif kind is OutcomeKind.PREFILL_DONE:
             if flight.prefill is not None:
@@ -418,12 +420,15 @@ class Planner:
             self.pairs.gave_up(pair)
 
 
-def _candidate(place: Place, priced: tuple[Price, int], held: Mapping[Holder, Match]) -> Candidate:
+def _candidate(
+    place: Place, priced: tuple[Price, int], held: Mapping[Holder, Match], known: Mapping[Holder, int]
+) -> Candidate:
+    """`known`: so many tokens are known to be cached where more are likely to be."""
     match = held.get(place[1], _NOTHING)
     price, cached = priced
     return Candidate(
         decode=place[1],
-        cached_tokens=cached,
+        cached_tokens=min(cached, known.get(place[1], cached)),
         cpu_tokens=match.cpu_tokens,
         disk_tokens=match.disk_tokens,
         approximate=match.approximate,

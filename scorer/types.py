@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from indexer import Holder
+from indexer import Holder, Link
 
 
 class Role(Enum):
@@ -110,6 +110,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     lora: str | None = None
     cache_salt: str | None = None
     extra_keys: Sequence[Any] | None = None
+    media_links: tuple[Link, ...] = ()
+    """Its prompt by reference, from the first image on (`indexer.references`)."""
     max_output_tokens: int | None = None
     n_sequences: int = 1
     streaming: bool = False

@@ -94,7 +94,9 @@ class FakeVllmConfig:
     prompt_tokens_details: bool = True
     dev_mode: bool = True
     request_id_headers: bool = True
+    store_responses: bool = False  # VLLM_ENABLE_RESPONSES_API_STORE
     mean_output_tokens: float | None = None
+    image_tokens: int = 0  # what an image takes; 0: a text model
     keepalive_timeout_s: float = 5.0  # uvicorn's default: an idle connection is closed after it
     dtype: str = "torch.bfloat16"
     kv_cache_dtype: str = "auto"

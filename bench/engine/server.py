@@ -27,9 +27,11 @@ from bench.engine.model import Engine
 from bench.engine.nixl import NixlSide
 from bench.engine.protocol import ServedModel
 from bench.engine.publisher import Publisher, for_rank
+from bench.engine.realtime import RealtimeSession
 from bench.engine.request import EngineConfig, EngineStats
 from bench.engine.seen import Seen
 from bench.engine.side_channel import SideChannel
+from bench.engine.stored import Store
 
 _PORT_ATTEMPTS: Final = 50
 _START_APART_S: Final = 0.05  # start times are told to 10 ms; no real process comes up again so soon
@@ -53,6 +55,8 @@ class FakeVllm:
         self.started = 0.0
         self.sleep_level: int | None = None
         self.dead = False
+        self.store = Store()
+        self.sessions: set[RealtimeSession] = set()
         self.port = self.config.port
         self.fingerprint = f"vllm-{self.config.version}-{self.config.engine.seed:08x}"
         self._endpoints = (self.config.events_endpoint, self.config.replay_endpoint)
@@ -120,6 +124,7 @@ class FakeVllm:
         self.started = time.time()
         self.dead = False
         self.sleep_level = None
+        self.store = Store()
         self.adapters = {}
         self.models = {name: ServedModel(name) for name in (config.model, *config.aliases)}
         for name, path in config.lora_modules.items():
@@ -149,6 +154,7 @@ class FakeVllm:
         """Close everything; open streams are cut."""
         self._side_channel.close()
         self._answering.set()
+        self.store.close()
         for connection in self._runner.server.connections if self._runner and self._runner.server else ():
             if connection.transport is not None:
                 connection.transport.abort()

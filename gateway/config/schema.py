@@ -66,6 +66,21 @@ class GatewayConfig(_Section, frozen=True):
     drain_timeout_s: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="On SIGTERM, time given to running requests before closing.")
     ] = 30.0
+    stored_responses: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Ids of /v1/responses remembered with the worker that holds them; for others "
+            "every worker is asked.",
+        ),
+    ] = 65_536
+    unknown_models: Annotated[
+        Literal["refuse", "try"],
+        Meta(
+            description="A model that no worker lists: refuse it (404), or try it as an adapter of the only base "
+            "model, which a worker may load when asked (vLLM's LoRA resolvers)."
+        ),
+    ] = "refuse"
     response_headers: Annotated[
         bool, Meta(description="Name the chosen worker and the reason in x-warmroute-* response headers.")
     ] = True

@@ -54,6 +54,7 @@ class FleetGauges(Collector):
         yield from self._index()
         yield from self._tokens()
         yield from self._sessions()
+        yield from self._stored()
         dropped = CounterMetricFamily("warmroute_access_log_lines_dropped", "Access log lines there was no room for.")
         dropped.add_metric([], self._access.dropped)
         yield dropped
@@ -103,6 +104,17 @@ class FleetGauges(Collector):
         for outcome, n in sessions.counts.items():
             decided.add_metric([outcome.value], n)
         yield decided
+
+    def _stored(self) -> Iterator[Metric]:
+        yield _gauge("stored_responses", "Ids of /v1/responses remembered.", len(self._core.stored))
+        lookups = CounterMetricFamily(
+            "warmroute_stored_response_lookups", "Ids of stored responses looked up, by outcome.", labels=["outcome"]
+        )
+        for outcome, count in self._core.holders.lookups.items():
+            lookups.add_metric([outcome], count)
+        yield lookups
+        references = len(self._core.planner.holdings.media)
+        yield _gauge("media_references", "Pairs of prompt and worker known by images, audio or video.", references)
 
     def _hits(self) -> Iterator[Metric]:
         for name, (text, field) in _HITS.items():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics import MetricWrapperBase
 
 from scorer.types import CHOICES, TokenSource
@@ -30,7 +30,7 @@ REJECTED = (
 )
 """Reasons for which a request never reached a worker."""
 RETRIED = ("connect", "disconnected", "timeout", "status_502", "status_503")
-CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained")
+CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained", "too_large")
 """Why an answer was not relayed to its end."""
 NO_WORKER = "none"
 
@@ -63,6 +63,9 @@ class Metrics:
             "Times a worker was taken out for failing or stalling.",
             ("worker",),
             registry=registry,
+        )
+        self.realtime = Gauge(
+            "warmroute_realtime_sessions", "WebSockets of /v1/realtime that are open.", registry=registry
         )
         self.overhead = Histogram(
             "warmroute_overhead_seconds",
@@ -106,12 +109,13 @@ class Metrics:
             del self._request_series[key]
             _remove(self._requests, worker, _status(key[1]))
 
-    def request(self, worker: str | None, status: int, duration_s: float) -> None:
-        """One request was answered; `worker` None: not by a worker."""
+    def request(self, worker: str | None, status: int, duration_s: float | None) -> None:
+        """One request was answered; `worker` None: not by a worker; `duration_s` None: how long is nobody's matter."""
         if worker is None or worker not in self._workers:
             worker = NO_WORKER
         self._request_child(worker, status).inc()
-        self.duration.observe(duration_s)
+        if duration_s is not None:
+            self.duration.observe(duration_s)
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(reason).inc()

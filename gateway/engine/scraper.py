@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -43,14 +43,14 @@ _COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_queries_tokens")
 
 class ScrapeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`timeout_s` bounds one request. `failures` in a row make a worker that was well unreachable; `models_interval_s`
-    is how often its list of models is read again, because adapters come and go at run time.
+    is how often its list of models is read again at most, because adapters come and go at run time: with each reading.
     """
 
     interval_s: float = 1.0
     timeout_s: float = 2.0
     at_once: int = 64
     failures: int = 2
-    models_interval_s: float = 10.0
+    models_interval_s: float = 0.0
     retry_max_s: float = 5.0
 
 
@@ -107,6 +107,8 @@ class _Worker:
         self.hurry = asyncio.Event()
         self.must_learn = True
         self.models_due_s = 0.0
+        self.learning = asyncio.Lock()
+        """The later of two lists of models has to be the later one told."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -166,6 +168,17 @@ class Scraper:
         worker = self._workers.get(name)
         if worker is not None:
             worker.hurry.set()
+
+    async def read_models(self, names: Iterable[str]) -> None:
+        """Read anew what these workers serve; who does not answer keeps what is known of it."""
+        workers = [self._workers[name] for name in names if name in self._workers]
+        await asyncio.gather(*(self._learn_again(worker) for worker in workers))
+
+    async def _learn_again(self, worker: _Worker) -> None:
+        if worker.scrape is None or worker.must_learn or worker.reachable is not True:
+            return  # Its next reading brings everything.
+        worker.models_due_s = 0.0
+        await self._learn(worker, worker.scrape)
 
     def reachable(self, name: str) -> bool | None:
         """None: not known (yet)."""
@@ -248,6 +261,10 @@ class Scraper:
 
     async def _learn(self, worker: _Worker, scrape: Scrape) -> None:
         """Bring the capabilities up to date. What fails is kept as it was and asked for again with the next reading."""
+        async with worker.learning:
+            await self._learn_in_turn(worker, scrape)
+
+    async def _learn_in_turn(self, worker: _Worker, scrape: Scrape) -> None:
         if not worker.must_learn and self._now() < worker.models_due_s:
             return
         old = worker.capabilities or Capabilities()

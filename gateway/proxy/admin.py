@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -26,7 +26,7 @@ _LONGEST_BODY_BYTES = 1 << 20
 
 class EngineControls:
     """`cleared(worker)` is called when a worker's prefix cache is gone, `changed(worker)` when its models may have
-    changed.
+    changed, before the answer goes out.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class EngineControls:
         workers: Callable[[], list[str]],
         *,
         cleared: Callable[[str], None],
-        changed: Callable[[str], None],
+        changed: Callable[[str], Awaitable[None]],
     ) -> None:
         self._upstreams = upstreams
         self._workers = workers
@@ -57,13 +57,12 @@ class EngineControls:
         answers = await asyncio.gather(
             *(self.ask(worker, control, target.raw_path_qs, headers, body) for worker in workers)
         )
-        for worker, answer in zip(workers, answers, strict=True):
-            if answer["status"] is None or answer["status"] >= 400:
-                continue
-            if control.clears_cache(url.query):
+        done = [each for each, said in zip(workers, answers, strict=True) if said["status"] and said["status"] < 400]
+        if control.clears_cache(url.query):
+            for worker in done:
                 self._cleared(worker)
-            if control.models:
-                self._changed(worker)
+        if control.models:
+            await asyncio.gather(*map(self._changed, done))
         results = dict(zip(workers, answers, strict=True))
         return json_response(msgspec.json.encode({"results": results}), _overall({a["status"] for a in answers}))
 

@@ -36,6 +36,8 @@ from scorer.types import Outcome, OutcomeKind, PdReason, Plan, RequestFacts
 
 _RETRY_STATUSES = frozenset({502, 503})
 """An engine that is going down or full says so before it computes anything; another one may do it."""
+_NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_BROKE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +64,11 @@ class Dispatch:
         self.handoff: Handoff | None = None
         self._offer: Offer | None = None
         self._upstream: Upstream | None = None
+
+    @property
+    def raw(self) -> bytes:
+        """The request's body."""
+        return self._sending.raw
 
     # ---- placed by its prompt ----------------------------------------------------------------------------------------
 
@@ -280,7 +287,7 @@ class Dispatch:
         flight.sent()
         try:
             return await self._exchange(upstream, headers, body, fresh=fresh, ask=ask)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+        except _NO_CONNECTION as exc:
             raise AttemptFailed(End.CONNECT) from exc
         except TimeoutError as exc:
             flight.failed(End.TIMEOUT, "timeout")
@@ -316,15 +323,30 @@ class Dispatch:
         if not names:
             self._parts.metrics.rejected("no_worker")
             raise errors.no_worker("none is up")
-        name = min(names, key=lambda name: sum(load.requests for load in fleet.workers[name].loads.values()))
+        return await self.at(min(names, key=lambda name: sum(x.requests for x in fleet.workers[name].loads.values())))
+
+    async def at(self, name: str) -> Answer:
+        """The answer of that worker, with nothing booked."""
         upstream = self._parts.upstreams.get(name)
         self._record.worker = name
         if upstream is None:
-            raise errors.no_worker("none is up")
-        try:
-            return await self._exchange(upstream, self._sending.headers, self._sending.raw, fresh=False)
-        except (aiohttp.ClientError, OSError) as exc:
-            raise ApiError(502, f"Worker {name} gave no answer.", type_=errors.UPSTREAM, code="upstream") from exc
+            raise errors.no_worker(f"{name} has left")
+        for fresh in (False, True):
+            try:
+                return await self._exchange(upstream, self._sending.headers, self._sending.raw, fresh=fresh)
+            except (aiohttp.ClientError, OSError) as exc:
+                if self._request.transport is None:
+                    raise ConnectionResetError("the client is gone") from exc
+                if not fresh and isinstance(exc, _BROKE) and not isinstance(exc, _NO_CONNECTION):
+                    continue  # Perhaps it was about to be closed as idle.
+                timed_out = isinstance(exc, TimeoutError) and not isinstance(exc, _NO_CONNECTION)
+                raise ApiError(
+                    504 if timed_out else self._parts.unreachable_status,
+                    f"Worker {name} gave no answer.",
+                    type_=errors.UPSTREAM,
+                    code="upstream_timeout" if timed_out else "upstream_unreachable",
+                ) from exc
+        raise AssertionError
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from itertools import count
 from urllib.parse import quote
 
@@ -35,6 +35,7 @@ from gateway.proxy.routes import Route
 from gateway.proxy.usage import Usage, UsageTail
 from gateway.request import BadRequest
 from gateway.sidecar.hints import NO_HINTS, Hints
+from gateway.stored import Place, ResponseHead, is_stored
 from indexer import Prompt
 from scorer.types import PdReason, RequestFacts
 
@@ -49,12 +50,16 @@ CLIENT_LEFT = 499
 """In logs and metrics, the status of an answer nobody waited for (nginx's)."""
 
 
+Holder = Callable[[], Awaitable[str]]
+
+
 class Exchange:
     """The state of one request while it is served."""
 
     __slots__ = (
         "_admitted",
         "_dispatch",
+        "_holder",
         "_parts",
         "_plan_id",
         "_relaying",
@@ -69,7 +74,17 @@ class Exchange:
         "target",
     )
 
-    def __init__(self, parts: Parts, server: Draining, request: web.BaseRequest, route: Route, target: str) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        server: Draining,
+        request: web.BaseRequest,
+        route: Route,
+        target: str,
+        holder: Holder | None = None,
+    ) -> None:
+        """`holder` names the one worker that can answer; else it is chosen."""
+        self._holder = holder
         self._parts = parts
         self._server = server
         self.request = request
@@ -150,6 +165,8 @@ class Exchange:
                 raw=self._cleaned(body),
             ),
         )
+        if self._holder is not None and self.request.method != "OPTIONS":
+            return await self._relay(await dispatch.at(await self._holder()), self.began_s)
         if self.request.method == "OPTIONS" or not body:
             return await self._relay(await dispatch.anywhere(), self.began_s)
         began_s = time.monotonic()
@@ -214,7 +231,7 @@ class Exchange:
             if flight.plan.session is not None:
                 headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
-        tail = UsageTail()
+        tail = UsageTail(self._response_head(flight))
         if good:
             flight.first_byte()
             if answer.is_stream:
@@ -252,6 +269,13 @@ class Exchange:
         return await answer.relay(
             self.request, headers, flight, tail, close=self._server.draining, deadline_s=deadline_s
         )
+
+    def _response_head(self, flight: Flight) -> ResponseHead | None:
+        """Reads the id of a response that the worker keeps."""
+        if self.route.tokens != "responses" or self._dispatch is None or not is_stored(self._dispatch.raw):
+            return None
+        place, stored = Place(*flight.holder), self._parts.stored
+        return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic()))
 
     def _note_usage(self, flight: Flight, tail: UsageTail) -> None:
         usage = self._usage = tail.read()
@@ -334,8 +358,8 @@ def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
         keep_local=keep_local,
         prefill_hint=hints.prefill,
         kv_source=hints.kv_source,
-        rank=hints.rank,
-        subset=hints.decode,
+        rank=facts.rank if hints.rank is None and hints.decode is None else hints.rank,
+        subset=facts.subset if hints.decode is None else hints.decode,
     )
 
 

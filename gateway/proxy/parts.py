@@ -20,6 +20,7 @@ from gateway.proxy.upstream import UpstreamPool
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import Hints, no_hints
+from gateway.stored import StoredResponses
 from scorer.planner import Planner
 
 
@@ -56,6 +57,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: TopPrefixes
     access: AccessLog
     recorder: Recorder
+    stored: StoredResponses
     rng: random.Random
     max_body_bytes: int
     response_headers: bool

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import resource
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -17,7 +18,7 @@ from gateway.proxy import errors
 from gateway.proxy.access import Record
 from gateway.proxy.connection import ConnectionFactory
 from gateway.proxy.errors import ApiError
-from gateway.proxy.handler import Exchange
+from gateway.proxy.handler import Exchange, Holder
 from gateway.proxy.parts import Parts
 from gateway.proxy.routes import ROUTES, Route
 
@@ -121,7 +122,7 @@ class DataPlane:
         self.in_flight = 0
         """Those that still send their bodies included."""
         self._served = 0
-        self._parts = parts
+        self.parts = parts
         self._max_concurrency = max_concurrency
         self._idle = asyncio.Event()
         self._idle.set()
@@ -132,31 +133,41 @@ class DataPlane:
         route = ROUTES.get(path)
         if route is None:
             return await self._page(request, path)
+        return await self.exchange(request, route, target)
+
+    async def exchange(
+        self, request: web.BaseRequest, route: Route, target: str, holder: Holder | None = None
+    ) -> web.StreamResponse:
+        """Serve a request by an engine: by the one that `holder` names, if it is given."""
+        path = target.partition("?")[0]
         if request.method not in route.methods:
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
         if self._served >= self._max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self._max_concurrency:
-            self._parts.metrics.rejected("over_concurrency")
+            self.parts.metrics.rejected("over_concurrency")
             return self._refuse(request, path, errors.too_many_requests(self._max_concurrency))
-        return await self._serve(request, route, target)
+        with self.busy():
+            return await Exchange(self.parts, self, request, route, target, holder).serve()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Something is served that a drain waits for."""
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
 
     def admit(self) -> None:
         if self._served >= self._max_concurrency:
-            self._parts.metrics.rejected("over_concurrency")
+            self.parts.metrics.rejected("over_concurrency")
             raise errors.too_many_requests(self._max_concurrency)
         self._served += 1
 
     def leave(self) -> None:
         self._served -= 1
-
-    async def _serve(self, request: web.BaseRequest, route: Route, target: str) -> web.StreamResponse:
-        self.in_flight += 1
-        self._idle.clear()
-        try:
-            return await Exchange(self._parts, self, request, route, target).serve()
-        finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
 
     async def _page(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         page = self.pages.get(path)
@@ -164,13 +175,13 @@ class DataPlane:
             below = (page for prefix, page in self.prefixes.items() if path.startswith(prefix))
             page = next(below, self.fallback)
         if page is None:
-            self._parts.metrics.rejected("unknown_path")
+            self.parts.metrics.rejected("unknown_path")
             return self._refuse(request, path, errors.unknown_url(request.method, path))
         return await run_page(page, request)
 
     def _refuse(self, request: web.BaseRequest, path: str, error: ApiError) -> web.Response:
-        self._parts.metrics.request(None, error.status, 0.0)
-        self._parts.access.write(
+        self.parts.metrics.request(None, error.status, 0.0)
+        self.parts.access.write(
             Record(
                 request_id=request.headers.get("X-Request-Id", "")[:256],
                 method=request.method,

@@ -11,6 +11,7 @@ from gateway.config import Config
 from gateway.config.flags import SIDECAR_ALIASES
 from gateway.core import Core
 from gateway.discovery import Discovery, StaticDiscovery
+from gateway.proxy.realtime import PATH as REALTIME
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader
 from gateway.sidecar.passing import Passing
@@ -68,6 +69,7 @@ class Sidecar(Service):
         own = self.faces.public()
         self.plane.pages = {path: passing.unless_unknown(own[path]) for path in ("/livez", "/readyz")}
         self.plane.pages["/health"] = passing.health
+        self.plane.pages[REALTIME] = self.realtime.page
         self.plane.fallback = passing.page
         for rank in range(settings.data_parallel_size):
             self.listen(settings.host, settings.port + rank if settings.port else 0)

@@ -51,9 +51,16 @@ class Fleet(Stacked):
     """
 
     def __init__(
-        self, pd: PdConfig | None = None, scorer: ScorerConfig | None = None, **engines: FakeVllmConfig
+        self,
+        pd: PdConfig | None = None,
+        scorer: ScorerConfig | None = None,
+        unknown_models: Literal["refuse", "try"] = "refuse",
+        scrape_interval_s: float = 0.1,
+        **engines: FakeVllmConfig,
     ) -> None:
         self._pd = pd or PdConfig()
+        self._unknown_models = unknown_models
+        self._scrape_interval_s = scrape_interval_s
         self._scorer = scorer or ScorerConfig()
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
@@ -61,7 +68,7 @@ class Fleet(Stacked):
     async def _start(self) -> None:
         for name, config in self._configs.items():
             self.engines[name] = await self._stack.enter_async_context(FakeVllm(config))
-        gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0)
+        gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0, unknown_models=self._unknown_models)
         config = Config(
             gateway=gateway,
             workers=tuple(
@@ -70,7 +77,7 @@ class Fleet(Stacked):
             ),
             pd=self._pd,
             scorer=self._scorer,
-            health=HealthConfig(scrape_interval_s=0.1),
+            health=HealthConfig(scrape_interval_s=self._scrape_interval_s),
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),
         )

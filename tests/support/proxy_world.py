@@ -20,12 +20,18 @@ from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.assembly import assemble
 from gateway.proxy.access import AccessLog
+from gateway.proxy.holders import PREFIX as RESPONSES
+from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.parts import Parts
+from gateway.proxy.realtime import PATH as REALTIME
+from gateway.proxy.realtime import Realtime
 from gateway.proxy.server import DataPlane, HttpServer
+from gateway.proxy.stored_pages import StoredPages
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import NO_HINTS
+from gateway.stored import StoredResponses
 from gateway.tokens import TokenService
 from indexer import PrefixIndex
 from scorer.fleet import Fleet
@@ -173,6 +179,7 @@ class World:
         self.hints = NO_HINTS
         self.metrics = Metrics(policy)
         self.hits = HitBook()
+        self.stored = StoredResponses()
         self.log = io.StringIO()
         self._settings = PoolSettings(
             connect_timeout_s=1.0, pool_idle_s=pool_idle_s, request_timeout_s=request_timeout_s
@@ -199,9 +206,10 @@ class World:
             nixl_of=lambda _: None,
             rng=random.Random(1),
         )
+        self.holders = ResponseHolders(self.stored, self.upstreams, lambda: list(self.fleet.workers))
         self.parts = Parts(
             planner=self.planner,
-            reader=RequestReader(self.fleet, self.tokens),
+            reader=RequestReader(self.fleet, self.tokens, holder_of=self.holders.find),
             upstreams=self.upstreams,
             health=self.health,
             available=up,
@@ -210,6 +218,7 @@ class World:
             prefixes=TopPrefixes(),
             access=self.access,
             recorder=Recorder(),
+            stored=self.stored,
             rng=random.Random(1),
             max_body_bytes=body_bytes,
             response_headers=response_headers,
@@ -220,6 +229,11 @@ class World:
         for name, url in self._workers.items():
             self.add(name, url)
         self.plane = DataPlane(self.parts, max_concurrency=concurrency)
+        self.plane.prefixes = {RESPONSES: StoredPages(self.plane, self.holders).page}
+        self.realtime = Realtime(
+            self.parts, self.plane, tls=True, connect_timeout_s=1.0, longest_s=self._settings.request_timeout_s
+        )
+        self.plane.pages = {REALTIME: self.realtime.page}
         self.server = HttpServer(self.plane.handle, "127.0.0.1", 0)
         await self.server.start()
         self.http = aiohttp.ClientSession(auto_decompress=False)
@@ -228,6 +242,7 @@ class World:
     async def __aexit__(self, *_: object) -> None:
         await self.http.close()
         await self.server.close()
+        await self.realtime.close()
         await self.handoffs.releases.close()
         await self.upstreams.close()
         await self.access.close()
