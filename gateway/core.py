@@ -32,8 +32,10 @@ from gateway.handoff.pairing import Pairing
 from gateway.learned import LearnedFile, learned_path
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.publishing import Publishing
+from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
+from gateway.tenancy import Tenancy
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
 from indexer import PrefixIndex
@@ -92,6 +94,10 @@ class Core:
         )
         self.capabilities: dict[str, Capabilities] = {}
         self.up = Available(self.fleet.workers, self.available)
+        self.tenancy = Tenancy.of(config.tenancy, os.environ)
+        self.queue = Queue(
+            config.queue, self.planner, self.up, self.metrics, self.rng, by_tenant=self.tenancy.by_tenant
+        )
         self.handoffs = assemble(
             config.pd,
             planner=self.planner,
@@ -239,6 +245,7 @@ class Core:
         self.upstreams.remove(name)
         self.metrics.remove_worker(name)
         self.hits.remove_worker(name)
+        self.queue.forget(name)
         self.planner.configure_worker(name)
         self._declare_models()
 
@@ -257,6 +264,7 @@ class Core:
             return
         before = known.stats
         self.fleet.set_stats(worker, stats)
+        self.queue.scraped(known)
         self.health.checked(worker, True, stats.scraped_at_s)
         if before is None:
             self.pairing.compare(worker)

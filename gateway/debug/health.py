@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.core import Core
+from gateway.debug.queue import filling
 from gateway.engine.capabilities import EventSource
 from gateway.engine.health import State
 from gateway.engine.scraper import WorkerScrape
@@ -44,6 +45,7 @@ DEGRADATIONS = (
     "tokens_estimated",
     "tokens_by_engine",
     "learning_not_kept",
+    "queue_filling",
 )
 
 
@@ -103,6 +105,7 @@ def degradations(core: Core) -> list[Degradation]:
     found = [Degradation(what="discovery", detail=problem) for problem in problems]
     if core.learned.problem is not None:
         found.append(Degradation(what="learning_not_kept", detail=core.learned.problem))
+    found += [Degradation(what="queue_filling", model=model, detail=how) for model, how in filling(core.queue)]
     if not core.fleet.workers:
         return [*found, Degradation(what="no_workers", detail="no worker is configured or discovered")]
     return [*found, *_of_workers(core), *_of_pairs(core), *_of_events(core), *_of_tokens(core)]

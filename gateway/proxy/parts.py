@@ -17,9 +17,11 @@ from gateway.engine.health import Health
 from gateway.handoff.shared import Shared
 from gateway.proxy.access import AccessLog
 from gateway.proxy.upstream import UpstreamPool
+from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import Hints, no_hints
+from gateway.tenancy import NO_TENANCY, Tenancy
 from scorer.planner import Planner
 
 
@@ -63,3 +65,5 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     heard_since: Callable[[str, float], bool]
     hints: Callable[[web.BaseRequest], Hints] = no_hints
     unreachable_status: int = 502
+    queue: Queue | None = None
+    tenancy: Tenancy = NO_TENANCY

@@ -13,7 +13,16 @@ from bench.engine.config import FakeVllmConfig
 from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
 from gateway.config import Config
-from gateway.config.schema import GatewayConfig, HealthConfig, LoggingConfig, PdConfig, TokensConfig, Worker
+from gateway.config.schema import (
+    GatewayConfig,
+    HealthConfig,
+    LoggingConfig,
+    PdConfig,
+    QueueConfig,
+    TenancyConfig,
+    TokensConfig,
+    Worker,
+)
 from gateway.run import Gateway
 from tests.support.stacked import Stacked
 
@@ -42,8 +51,17 @@ class Fleet(Stacked):
     is its worker's role.
     """
 
-    def __init__(self, pd: PdConfig | None = None, **engines: FakeVllmConfig) -> None:
+    def __init__(
+        self,
+        pd: PdConfig | None = None,
+        *,
+        queue: QueueConfig | None = None,
+        tenancy: TenancyConfig | None = None,
+        **engines: FakeVllmConfig,
+    ) -> None:
         self._pd = pd or PdConfig()
+        self._queue = queue or QueueConfig()
+        self._tenancy = tenancy or TenancyConfig()
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
 
@@ -58,6 +76,8 @@ class Fleet(Stacked):
                 for name, server in self.engines.items()
             ),
             pd=self._pd,
+            queue=self._queue,
+            tenancy=self._tenancy,
             health=HealthConfig(scrape_interval_s=0.1),
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),

@@ -25,6 +25,7 @@ OTHER = {
 }
 # ... and those of which not every value is good.
 OTHER_OF = {
+    ("queue", "tenant_share"): "0.25",
     ("pd", "policy"): "isl:2048,0.7",
     ("pd", "allow"): "10.0.0.0/8:*, [fd00::/8]:8000",
     ("pd", "lease_margin_s"): "1",

@@ -1,0 +1,104 @@
+"""Whether a worker has as many requests waiting inside as it should, so that more would only lose their choice.
+
+What counts is what the engine says of itself: a worker whose figures are missing or stale is open. Between two
+readings, bookings that came and went are added. An engine that had requests waiting while it ran the very same number
+of others for several readings has a ceiling there; it holds until the engine runs more than that.
+"""
+
+from __future__ import annotations
+
+from scorer.fleet import STALE_S, Worker
+from scorer.types import EngineStats
+
+_FLAT_READINGS = 3
+
+
+class Reading:
+    """A worker when it was last read. `line`: booked, without a first token; `ceiling`: how many it can run at once."""
+
+    __slots__ = ("ceiling", "flat", "line", "requests", "stats", "worker")
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.stats: EngineStats | None = None
+        self.line = self.requests = 0
+        self.flat = 0
+        self.ceiling: float | None = None
+
+    def take(self, stats: EngineStats) -> None:
+        before, self.stats = self.stats, stats
+        self.line, self.requests = _line(self.worker), _requests(self.worker)
+        if before is not None and before.process_start_s != stats.process_start_s:
+            self.flat, self.ceiling = 0, None
+        running = stats.running or 0.0
+        if self.ceiling is not None and running > self.ceiling:
+            self.ceiling = None
+        if not waiting(stats) or not running:
+            self.flat = 0
+            return
+        self.flat = self.flat + 1 if before is not None and self.flat and before.running == running else 1
+        if self.flat >= _FLAT_READINGS:
+            self.ceiling = max(running, self.ceiling or 0.0)
+
+
+class Saturation:
+    """`bound`: so many requests may wait inside each rank of a worker."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._seen: dict[str, Reading] = {}
+
+    def read(self, worker: Worker) -> Reading | None:
+        """Take in its latest figures; to be called soon after they came."""
+        stats = worker.stats
+        if stats is None:
+            return None
+        seen = self._seen.get(worker.name)
+        if seen is None or seen.worker is not worker:
+            seen = self._seen[worker.name] = Reading(worker)
+        if seen.stats is not stats:
+            seen.take(stats)
+        return seen
+
+    def forget(self, name: str) -> None:
+        self._seen.pop(name, None)
+
+    def ceiling(self, worker: Worker) -> float | None:
+        seen = self.read(worker)
+        return None if seen is None else seen.ceiling
+
+    def is_open(self, worker: Worker, now_s: float, *, queued: bool = False) -> bool:
+        """Whether one more request may go there. `queued`: others wait for a place, so that many may follow: no more
+        than the bound, or as many as it runs if it has none waiting, between two readings.
+        """
+        stats = worker.stats
+        if stats is None or now_s - stats.scraped_at_s > STALE_S:
+            return True
+        seen = self.read(worker)
+        if seen is None:
+            return True
+        bound = self._bound * len(worker.loads)
+        inside, running = waiting(stats), stats.running or 0.0
+        if inside or queued:
+            most = bound if inside else max(bound, running)
+            if inside + _line(worker) - seen.line >= most:
+                return False
+        if seen.ceiling is None:
+            return True
+        foreign = max(0.0, running + inside - seen.requests)
+        return _requests(worker) + foreign < seen.ceiling + bound
+
+
+def waiting(stats: EngineStats) -> float:
+    """Those the engine has no room for yet; not those that wait for a transfer, where it tells them apart."""
+    if stats.waiting_for_room is not None:
+        return stats.waiting_for_room
+    return stats.waiting or 0.0
+
+
+def _line(worker: Worker) -> int:
+    return sum(len(load.prefills) for load in worker.loads.values())
+
+
+def _requests(worker: Worker) -> int:
+    return sum(load.requests for load in worker.loads.values())
