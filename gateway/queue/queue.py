@@ -75,7 +75,7 @@ class Queue:
         late = facts.slo_ttft_s is not None and (
             settings.shed_late == "objective" or (settings.shed_late == "asked" and headers.get(HEADER) == _ASKS)
         )
-        if not self.n_waiting and self._leaving is None and self._has_room(facts.model, now_s):
+        if not self._is_contended(facts.model) and self._has_room(facts.model, now_s, queued=False):
             if late and (lane := self.lanes.get(facts.model)) is not None:
                 self._refuse_late(lane, facts, 0.0, 0.0, now_s)
             return 0.0
@@ -195,7 +195,7 @@ class Queue:
         now_s = time.monotonic()
         self._turn_away_old(now_s)
         for lane in self._in_turn():
-            if self._has_room(lane.model, now_s):
+            if self._has_room(lane.model, now_s, queued=True):
                 self._let_go(lane, now_s)
                 break
 
@@ -248,9 +248,18 @@ class Queue:
 
     # ---- the fleet ---------------------------------------------------------------------------------------------------
 
-    def _has_room(self, model: str, now_s: float) -> bool:
+    def _is_contended(self, model: str) -> bool:
+        """Whether others wait for the workers of this model, or are just going there."""
+        if not self.n_waiting and self._leaving is None:
+            return False
+        others = {name for name, lane in self.lanes.items() if lane}
+        if self._leaving is not None:
+            others.add(self._leaving.lane.model)
+        return model in others or any(worker.serves(name) for worker in self._usable(model) for name in others)
+
+    def _has_room(self, model: str, now_s: float, *, queued: bool) -> bool:
         """Without any worker, too: then the planner has to say so."""
-        is_open, queued = self.saturation.is_open, self.n_waiting > 0
+        is_open = self.saturation.is_open
         worker = None
         for worker in self._usable(model):
             if is_open(worker, now_s, queued=queued):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 
 from gateway.config.schema import QueueConfig, TenancyConfig
@@ -157,6 +158,63 @@ async def test_what_does_not_run_the_model_does_not_wait() -> None:
         line.go_on.set()
         status, _, _ = await line.world.post({"model": "m", "prompt": "hi"}, path="/tokenize")
         assert status == 200
+
+
+async def test_models_with_workers_of_their_own_do_not_wait_for_each_other() -> None:
+    async with full_line() as line, Stub(line.stub.script) as other:
+        await line.send("held")
+        line.world.add("b", other.url, model="n")
+        line.world.say("b", waiting=0, running=0)
+        tasks = [asyncio.create_task(line.world.post({"model": "n", "prompt": "hi"})) for _ in range(20)]
+        await until(lambda: len(other.calls) == 20)
+        assert line.world.queue.n_waiting == 1
+        line.go_on.set()
+        assert {(await task)[0] for task in tasks} == {200}
+
+
+async def test_adapters_take_turns_with_the_model_whose_workers_they_share() -> None:
+    async with full_line() as line:
+        line.world.fleet.set_capabilities("a", models=["m"], adapters=["lora"])
+        await line.send("base")
+        adapter = {"model": "lora", "prompt": "hi", "user": "adapter"}
+        line.world.say("a", waiting=BOUND - 1)
+        line.sent.append(asyncio.create_task(line.world.post(adapter)))
+        await until(lambda: len(line.stub.calls) == 1)
+        assert json.loads(line.stub.calls[0].body)["user"] == "base"
+        await until(lambda: line.world.queue.n_waiting == 1)
+        assert await line.order() == ["adapter"]
+
+
+async def test_s13_stale_figures_are_no_saturation() -> None:
+    """S13: every engine stops answering scrapes while requests wait. They are let go as if there were no queue."""
+    async with full_line() as line:
+        for i in range(10):
+            await line.send(str(i))
+        assert line.stub.calls == []
+        line.world.say("a", waiting=500, age_s=5.1)
+        await until(lambda: len(line.stub.calls) == 10)
+
+
+async def test_o12_1500_callers_are_held_or_refused_in_bounds() -> None:
+    """O12: 1,500 callers at a full fleet. What may wait waits, the others know at once, all is given back."""
+    settings = QueueConfig(waiting_per_worker=BOUND, max_requests=100)
+    async with full_line(settings, max_concurrency=4096) as line:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http:
+
+            async def call(i: int) -> int:
+                body = {"model": "m", "prompt": f"hi {i}", "user": str(i)}
+                async with http.post(line.world.url + "/v1/completions", json=body) as response:
+                    await response.read()
+                    return response.status
+
+            tasks = [asyncio.create_task(call(i)) for i in range(1500)]
+            await until(lambda: sum(task.done() for task in tasks) == 1400, within_s=60)
+            assert {task.result() for task in tasks if task.done()} == {429}
+            assert line.world.queue.n_waiting == 100
+            line.go_on.set()
+            line.world.say("a", waiting=0, running=0)
+            assert [await task for task in tasks].count(200) == 100
 
 
 # ---- the order -------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_recorded() -> None:
         scraped_at_s=5.0,
         running=3,
         waiting=2,
-        waiting_for_room=2,
+        waiting_for_room=9,
         kv_usage=0.25,
         block_size=32,
         kv_blocks=200,
