@@ -56,7 +56,9 @@ class _Tenant:
 
 
 class _Class:
-    """Those of one priority. `clock` is that of the tenant served last: who is new begins there, with no credit."""
+    """Those of one priority. `clock` is that of the tenant served last, which nobody is behind: who is new begins
+    there, with no credit.
+    """
 
     __slots__ = ("clock", "idle", "line", "n", "tenants")
 
@@ -74,7 +76,6 @@ class _Class:
             tenant = self.tenants[entry.tenant] = _Tenant(self.clock, entry.number)
             heapq.heappush(self.line, (tenant.clock, tenant.number, entry.tenant))
         elif not tenant.rows:
-            tenant.clock = max(tenant.clock, self.clock)
             self.idle -= 1
         insort(tenant.rows, (entry.deadline_s, entry.number, entry))
         self.n += 1
@@ -104,13 +105,13 @@ class _Class:
                 heapq.heappop(self.line)
                 del self.tenants[name]
                 self.idle -= 1
-                self.clock = max(self.clock, clock)
+                self.clock = clock
             else:
                 return tenant.rows[0][2]
 
     def serve(self, entry: Entry) -> None:
         tenant = self.tenants[entry.tenant]
-        self.clock = max(self.clock, tenant.clock)
+        self.clock = tenant.clock
         tenant.clock += entry.cost
         self.remove(entry)
 

@@ -13,6 +13,7 @@ import pytest
 from gateway.config.schema import QueueConfig, TenancyConfig
 from gateway.sidecar.hints import Hints
 from scorer.lateness import MIN_SAMPLES
+from scorer.types import EngineStats, RequestFacts
 from tests.support.proxy_world import Call, Stub, World, until
 
 BOUND = 2
@@ -118,7 +119,8 @@ async def test_a_worker_with_room_is_enough() -> None:
         assert line.world.queue.lanes.get("m") is None or not line.world.queue.lanes["m"].held
 
 
-async def test_an_ended_request_makes_room_at_once() -> None:
+async def test_an_ended_request_makes_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.queue.queue._LOOK_S", 60.0)
     async with full_line() as line:
         world = line.world
         world.say("a", waiting=0)
@@ -172,12 +174,14 @@ async def test_models_with_workers_of_their_own_do_not_wait_for_each_other() -> 
         assert {(await task)[0] for task in tasks} == {200}
 
 
-async def test_adapters_take_turns_with_the_model_whose_workers_they_share() -> None:
+async def test_adapters_take_turns_with_the_model_whose_workers_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.queue.queue._LOOK_S", 60.0)
     async with full_line() as line:
         line.world.fleet.set_capabilities("a", models=["m"], adapters=["lora"])
         await line.send("base")
         adapter = {"model": "lora", "prompt": "hi", "user": "adapter"}
-        line.world.say("a", waiting=BOUND - 1)
+        # There is room, and who comes now is the first to see it.
+        line.world.fleet.set_stats("a", EngineStats(scraped_at_s=time.monotonic(), running=1, waiting=BOUND - 1))
         line.sent.append(asyncio.create_task(line.world.post(adapter)))
         await until(lambda: len(line.stub.calls) == 1)
         assert json.loads(line.stub.calls[0].body)["user"] == "base"
@@ -398,6 +402,17 @@ async def test_nothing_is_refused_because_figures_are_old_or_by_an_idle_worker_o
     async with busy_line("never") as line:
         arm(line)
         assert (await (await line.send("late", **LATE)))[0] == 200
+
+
+async def test_late_is_what_is_late_by_more_than_predictions_are_off() -> None:
+    async with busy_line() as line:
+        arm(line, error=0.2)
+        facts = RequestFacts(request_id="x", model="m", prompt_tokens=1)
+        world = line.world
+        ttft_s = world.planner.explain(facts, None, time.monotonic(), world.parts.rng).chosen.price.ttft_s
+        for share, status in ((0.9, 200), (0.7, 429)):
+            headers = {**LATE, "x-slo-ttft-ms": str(ttft_s * 1000 * share)}
+            assert (await (await line.send("one", **headers)))[0] == status
 
 
 async def test_with_an_operators_word_all_objectives_count() -> None:

@@ -70,6 +70,18 @@ def test_who_was_away_has_saved_no_credit_and_who_was_served_is_remembered() -> 
     assert order.index("c") <= 2
 
 
+def test_what_a_tenant_had_counts_though_somebody_looked_meanwhile() -> None:
+    queue = FairQueue()
+    for _ in range(6):
+        queue.add(entry(tenant="b", tokens=60))
+    queue.add(entry(tenant="a", tokens=100))
+    assert [queue.pop().tenant for _ in range(3)] == ["b", "a", "b"]  # type: ignore[union-attr]
+    queue.head()
+    for _ in range(2):
+        queue.add(entry(tenant="a", tokens=100))
+    assert [each.tenant for each in drained(queue)] == ["a", "b", "b", "a", "b", "b"]
+
+
 def test_a_low_priority_does_not_wait_for_ever() -> None:
     queue = FairQueue()
     low = entry(priority=9)
