@@ -17,6 +17,7 @@ from scorer.fleet import Fleet
 from scorer.lateness import MIN_SAMPLES, MOST_ERROR
 
 _MOST_TENANTS = 100
+_NONE = Lane("")
 _FILLING = 0.5
 """Of a bound."""
 
@@ -61,10 +62,10 @@ def _lane(lane: Lane, now_s: float) -> dict[str, Any]:
 
 
 def queue_gauges(queue: Queue, fleet: Fleet) -> Iterator[Metric]:
-    """Series of the models the fleet serves."""
+    """Series of the models the fleet serves, whether anybody has waited for them or not."""
     now_s = time.monotonic()
-    served = fleet.models()
-    lanes = [(name, lane) for name, lane in queue.lanes.items() if lane or name in served]
+    waited_for = [name for name, lane in queue.lanes.items() if lane]
+    lanes = [(name, queue.lanes.get(name, _NONE)) for name in sorted({*fleet.models(), *waited_for})]
     for name, text, read in (
         ("requests", "Requests that wait for a worker with room.", lambda lane: len(lane)),
         ("tokens", "Their prompt tokens.", lambda lane: lane.queue.tokens),
