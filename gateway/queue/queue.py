@@ -75,7 +75,7 @@ class Queue:
         late = facts.slo_ttft_s is not None and (
             settings.shed_late == "objective" or (settings.shed_late == "asked" and headers.get(HEADER) == _ASKS)
         )
-        if not self._is_contended(facts.model) and self._has_room(facts.model, now_s, queued=False):
+        if not self._is_contended(facts.model) and self._has_room(facts.model, now_s):
             if late and (lane := self.lanes.get(facts.model)) is not None:
                 self._refuse_late(lane, facts, 0.0, 0.0, now_s)
             return 0.0
@@ -195,7 +195,8 @@ class Queue:
         now_s = time.monotonic()
         self._turn_away_old(now_s)
         for lane in self._in_turn():
-            if self._has_room(lane.model, now_s, queued=True):
+            workers = list(self._usable(lane.model))
+            if not workers or self.saturation.has_place(workers, now_s):
                 self._let_go(lane, now_s)
                 break
 
@@ -257,14 +258,9 @@ class Queue:
             others.add(self._leaving.lane.model)
         return model in others or any(worker.serves(name) for worker in self._usable(model) for name in others)
 
-    def _has_room(self, model: str, now_s: float, *, queued: bool) -> bool:
-        """Without any worker, too: then the planner has to say so."""
+    def _has_room(self, model: str, now_s: float) -> bool:
         is_open = self.saturation.is_open
-        worker = None
-        for worker in self._usable(model):
-            if is_open(worker, now_s, queued=queued):
-                return True
-        return worker is None
+        return any(is_open(worker, now_s) for worker in self._usable(model))
 
     def _usable(self, model: str) -> Iterator[Worker]:
         is_up = self._available.is_up

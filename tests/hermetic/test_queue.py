@@ -181,7 +181,7 @@ async def test_adapters_take_turns_with_the_model_whose_workers_they_share(monke
         await line.send("base")
         adapter = {"model": "lora", "prompt": "hi", "user": "adapter"}
         # There is room, and who comes now is the first to see it.
-        line.world.fleet.set_stats("a", EngineStats(scraped_at_s=time.monotonic(), running=1, waiting=BOUND - 1))
+        line.world.fleet.set_stats("a", EngineStats(scraped_at_s=time.monotonic() + 60, running=1, waiting=BOUND - 1))
         line.sent.append(asyncio.create_task(line.world.post(adapter)))
         await until(lambda: len(line.stub.calls) == 1)
         assert json.loads(line.stub.calls[0].body)["user"] == "base"
@@ -365,7 +365,7 @@ def arm(line: Line, *, error: float = 0.1, samples: int = MIN_SAMPLES) -> None:
 
 
 @asynccontextmanager
-async def busy_line(shed_late: Any = "asked", age_s: float = 0.0) -> AsyncIterator[Line]:
+async def busy_line(shed_late: Any = "asked", age_s: float = -60.0) -> AsyncIterator[Line]:
     """With room, and something running."""
     async with full_line(QueueConfig(waiting_per_worker=BOUND, shed_late=shed_late)) as line:
         line.world.say("a", waiting=0, running=3, age_s=age_s)

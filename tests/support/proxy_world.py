@@ -258,8 +258,10 @@ class World:
         self.metrics.add_worker(name)
         self.hits.add_worker(name)
 
-    def say(self, name: str, *, waiting: float, running: float | None = None, age_s: float = 0.0) -> None:
-        """What the worker's engine tells of itself now; without `running`, a number that moves."""
+    def say(self, name: str, *, waiting: float, running: float | None = None, age_s: float = -60.0) -> None:
+        """What the worker's engine tells of itself now, which a slow machine does not make stale; without `running`, a
+        number that moves.
+        """
         self._said += 1
         if running is None:
             running = 1 + self._said % 2

@@ -137,11 +137,39 @@ def test_a_queue_is_not_poured_out_at_once() -> None:
     it, saturation = worker(), Saturation(BOUND)
     told(it, saturation, 0.0, 3, 0)
     bookings = booked(it, BOUND)
-    assert not saturation.is_open(it, 0.1, queued=True)
+    assert not saturation.has_place([it], 0.1)
     bookings[0].first_token(0.2)
-    assert saturation.is_open(it, 0.2, queued=True)
+    assert saturation.has_place([it], 0.2)
     told(it, saturation, 1.0, 100, 0)
     booked(it, 99)
-    assert saturation.is_open(it, 1.1, queued=True)
+    assert saturation.has_place([it], 1.1)
     booked(it, 1)
-    assert not saturation.is_open(it, 1.1, queued=True)
+    assert not saturation.has_place([it], 1.1)
+
+
+def test_places_are_counted_over_all_wherever_the_planner_puts_them() -> None:
+    warm, cold, saturation = worker(), worker(), Saturation(BOUND)
+    cold.name = "cold"
+    inside = booked(warm, BOUND)
+    told(warm, saturation, 0.0, 4, BOUND)
+    told(cold, saturation, 0.0, 4, 3)
+    both = [warm, cold]
+    booked(warm, 4)
+    assert saturation.has_place(both, 0.1)
+    booked(warm, 1)
+    assert not saturation.has_place(both, 0.1)  # Though the cold one is as open as it was.
+    inside[0].first_token(0.2)
+    assert saturation.has_place(both, 0.2)
+
+
+def test_what_others_have_waiting_at_one_worker_closes_no_other() -> None:
+    theirs, ours, saturation = worker(), worker(), Saturation(BOUND)
+    ours.name = "ours"
+    told(theirs, saturation, 0.0, 4, 500)
+    told(ours, saturation, 0.0, 0, 0)
+    booked(theirs, BOUND - 1)
+    assert saturation.has_place([theirs, ours], 0.1)
+    booked(theirs, 1)
+    assert not saturation.has_place([theirs, ours], 0.1)
+    theirs.stats = EngineStats(scraped_at_s=-10.0)
+    assert saturation.has_place([theirs, ours], 0.1)
