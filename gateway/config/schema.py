@@ -31,6 +31,9 @@ Address = Annotated[
     str,
     Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
 ]
+HeaderName = Annotated[
+    str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", extra={"expected": "the name of an HTTP header"})
+]
 NonEmpty = Annotated[str, Meta(min_length=1, extra={"expected": "a non-empty text"})]
 
 
@@ -256,7 +259,7 @@ class TenancyConfig(_Section, frozen=True):
     """Whose a request is, as the authenticating proxy in front of the gateway says."""
 
     header: Annotated[
-        NonEmpty | None,
+        HeaderName | None,
         Meta(description="Header that names the tenant, set by a proxy clients cannot get around; null: all are one."),
     ] = None
     required: Annotated[bool, Meta(description="Answer 401 to requests without tenancy.header.")] = False

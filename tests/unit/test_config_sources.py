@@ -22,6 +22,7 @@ OTHER = {
     "a ZeroMQ endpoint (tcp://host:port or ipc://path) or null": "tcp://127.0.0.1:5557",
     "an http:// or https:// URL without user, query or fragment": "https://10.0.0.1:9",
     "an integer >= 1 and <= 256": "4",
+    "the name of an HTTP header or null": "x-tenant",
 }
 # ... and those of which not every value is good.
 OTHER_OF = {
