@@ -36,9 +36,11 @@ from gateway.leaving import Leaving
 from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
 from gateway.publishing import Publishing
+from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
 from gateway.stored import StoredResponses
+from gateway.tenancy import Tenancy
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
 from indexer import PrefixIndex
@@ -111,6 +113,10 @@ class Core:
             try_unknown=config.gateway.unknown_models == "try",
         )
         self.up = Available(self.fleet.workers, self.available)
+        self.tenancy = Tenancy.of(config.tenancy, os.environ)
+        self.queue = Queue(
+            config.queue, self.planner, self.up, self.metrics, self.rng, by_tenant=self.tenancy.by_tenant
+        )
         self.handoffs = assemble(
             config.pd,
             planner=self.planner,
@@ -273,6 +279,7 @@ class Core:
         self.upstreams.remove(name)
         self.metrics.remove_worker(name)
         self.hits.remove_worker(name)
+        self.queue.forget(name)
         self.planner.configure_worker(name)
         self._declare_models()
 
@@ -292,6 +299,7 @@ class Core:
             return
         before = known.stats
         self.fleet.set_stats(worker, stats)
+        self.queue.scraped(known)
         self.health.checked(worker, True, stats.scraped_at_s)
         if before is None:
             self.pairing.compare(worker)

@@ -151,7 +151,7 @@ class RequestReader:
             n_sequences=n_sequences * len(prompts),
             streaming=fields.get("stream") is True,
             keep_local=self._kept_local(kind, body, fields, routed, len(prompts)),
-            priority=_integer(fields.get("priority")) or 0,
+            priority=_priority(headers, fields),
             session=headers.get(self._session_header),
             slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
             slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
@@ -252,6 +252,14 @@ def _known_tokens(prompt: Tokens) -> int:
 def _positive(value: object, most: int = _MOST_TOKENS) -> int | None:
     number = _integer(value)
     return number if number is not None and 0 < number <= most else None
+
+
+def _priority(headers: Mapping[str, str], fields: Mapping[str, Any]) -> int:
+    """As vLLM reads it: the lower the sooner, and the header, where there is one, instead of the field."""
+    try:
+        return _integer(int(headers["x-vllm-priority"])) or 0
+    except (KeyError, ValueError):
+        return _integer(fields.get("priority")) or 0
 
 
 def _integer(value: object) -> int | None:

@@ -84,6 +84,8 @@ class Service:
                 sent=core.publishing.sent,
                 hints=hints,
                 unreachable_status=unreachable_status,
+                queue=core.queue,
+                tenancy=core.tenancy,
             ),
             max_concurrency=config.gateway.max_concurrency,
         )
@@ -142,6 +144,7 @@ class Service:
         return left
 
     async def close(self) -> None:
+        self.core.queue.close()  # Who still waits is answered instead of cut.
         self.core.recorder.end(_GOING_DOWN)
         if self._upkeep is not None:
             self._upkeep.cancel()

@@ -252,6 +252,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     scraped_at_s: float
     running: float | None = None
     waiting: float | None = None
+    waiting_for_room: float | None = None
+    """Of those, the ones that do not wait for a transfer or an adapter (vLLM's reason "capacity")."""
     kv_usage: float | None = None
     """Share of KV blocks in use, 0..1."""
     block_size: int | None = None

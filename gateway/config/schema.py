@@ -31,7 +31,9 @@ Address = Annotated[
     str,
     Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
 ]
-HeaderName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$", extra={"expected": "a header's name"})]
+HeaderName = Annotated[
+    str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", extra={"expected": "the name of an HTTP header"})
+]
 WorkerName = Annotated[
     str, Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", extra={"expected": "a text without control characters"})
 ]
@@ -276,6 +278,59 @@ class ScorerConfig(_Section, frozen=True):
     session_idle_s: Annotated[Seconds, Meta(description="A session not heard of for longer is forgotten.")] = 3600.0
 
 
+class QueueConfig(_Section, frozen=True):
+    """Requests of the gateway that wait while every worker that could serve them has enough waiting inside."""
+
+    enabled: Annotated[bool, Meta(description="Hold requests while all are saturated; false: engines queue alone.")] = (
+        True
+    )
+    waiting_per_worker: Annotated[
+        int,
+        Meta(ge=1, description="Requests waiting inside an engine (each rank) from which on it is sent no more."),
+    ] = 8
+    max_requests: Annotated[
+        int, Meta(ge=0, description="Requests of one model that may wait here; one more is answered 429.")
+    ] = 2048
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="Prompt tokens of one model that may wait here, a lone request apart.")
+    ] = 32_000_000
+    max_wait_s: Annotated[
+        Seconds, Meta(description="Longest wait here, then 429 (600 s is where OpenAI's clients give up).")
+    ] = 600.0
+    tenant_share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Part of max_requests and max_tokens one tenant may take; see tenancy.header."),
+    ] = 0.5
+    shed_late: Annotated[
+        Literal["never", "asked", "objective"],
+        Meta(
+            description="Answer 429 at once to what is predicted to miss its time to first token: asked: requests with "
+            "the header x-warmroute-shed: late; objective: all that have an objective."
+        ),
+    ] = "asked"
+
+
+class TenancyConfig(_Section, frozen=True):
+    """Whose a request is, as the authenticating proxy in front of the gateway says."""
+
+    header: Annotated[
+        HeaderName | None,
+        Meta(description="Header that names the tenant, set by a proxy clients cannot get around; null: all are one."),
+    ] = None
+    required: Annotated[bool, Meta(description="Answer 401 to requests without tenancy.header.")] = False
+    forward_header: Annotated[bool, Meta(description="Let engines see tenancy.header too.")] = False
+    salt: Annotated[
+        Literal["off", "derive"],
+        Meta(
+            description="derive: cache_salt is made of the tenant (and its own salt), so that no tenant hits another."
+        ),
+    ] = "off"
+    secret_env: Annotated[
+        NonEmpty,
+        Meta(description="Name of the environment variable with the secret of derived salts, one for all gateways."),
+    ] = "CACHE_SALT_SECRET"  # noqa: S105 - its name
+
+
 class LearningConfig(_Section, frozen=True):
     """Factors on predicted seconds, learned from what is seen."""
 
@@ -350,6 +405,8 @@ class Config(_Section, frozen=True):
     events: EventsConfig = EventsConfig()
     index: IndexConfig = IndexConfig()
     scorer: ScorerConfig = ScorerConfig()
+    queue: QueueConfig = QueueConfig()
+    tenancy: TenancyConfig = TenancyConfig()
     learning: LearningConfig = LearningConfig()
     pd: PdConfig = PdConfig()
     tokens: TokensConfig = TokensConfig()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from multidict import CIMultiDict
 
 from gateway.admin_client import ADDRESS, ask
 from gateway.cli import Parser
@@ -49,6 +50,7 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         if kind is None:
             kind = next((name for field, name in _KINDS.items() if field in fields), None)
         began_s = time.monotonic()
+        _, body = core.tenancy.take(CIMultiDict(headers), body, salted=True, anonymous=True)
         facts = await core.reader.read("explain", kind, body, headers)
     except BadRequest as exc:
         raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None

@@ -18,6 +18,7 @@ from gateway.debug.explain import explain
 from gateway.debug.gauges import FleetGauges
 from gateway.debug.health import degradations, health, is_usable
 from gateway.debug.learned import learned
+from gateway.debug.queue import queue_page
 from gateway.proxy import errors
 from gateway.proxy.access import AccessLog
 from gateway.proxy.body import read_body
@@ -59,6 +60,7 @@ class Faces:
             "/debug/config": _read_only(self._config),
             "/debug/explain": self._explain,
             "/debug/learned": _read_only(self._learned),
+            "/debug/queue": _read_only(self._queue),
             RECORD: self._core.recorder.page,
         }
 
@@ -93,6 +95,9 @@ class Faces:
 
     def _learned(self, request: web.BaseRequest) -> web.Response:
         return json_response(_indented(learned(self._core)))
+
+    def _queue(self, request: web.BaseRequest) -> web.Response:
+        return json_response(_indented(queue_page(self._core.queue, self._core.fleet)))
 
     async def _explain(self, request: web.BaseRequest) -> web.Response:
         if request.method != "POST":

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from gateway.core import Core
 from gateway.debug.health import DEGRADATIONS, degradations, is_ready
 from gateway.debug.learned import factors_in_force
+from gateway.debug.queue import queue_gauges
 from gateway.engine.feed import FeedStatus
 from gateway.proxy.access import AccessLog
 from scorer.fleet import Worker
@@ -48,6 +49,7 @@ class FleetGauges(Collector):
             degraded.add_metric([what], float(what in found))
         yield degraded
         yield from self._fleet()
+        yield from queue_gauges(self._core.queue, self._core.fleet)
         yield from self._hits()
         yield from self._handoffs()
         yield from self._events()

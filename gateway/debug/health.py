@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.core import Core
+from gateway.debug.queue import filling
 from gateway.engine.capabilities import EventSource
 from gateway.engine.health import State
 from gateway.publishing import EVENTS_UP
@@ -45,6 +46,7 @@ DEGRADATIONS = (
     "tokens_by_engine",
     "tokens_slow",
     "learning_not_kept",
+    "queue_filling",
 )
 
 
@@ -106,6 +108,7 @@ def degradations(core: Core) -> list[Degradation]:
     if core.learned.problem is not None:
         found.append(Degradation(what="learning_not_kept", detail=core.learned.problem))
     found += [Degradation(what="discovery", detail=detail) for detail in _named_twice(core)]
+    found += [Degradation(what="queue_filling", model=model, detail=how) for model, how in filling(core.queue)]
     if not core.fleet.workers:
         return [*found, Degradation(what="no_workers", detail="no worker is configured or discovered")]
     return [*found, *_of_workers(core), *_of_pairs(core), *_of_events(core), *_of_tokens(core)]

@@ -15,6 +15,7 @@ from scorer.types import CHOICES, TokenSource
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
 _DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_WAIT_BUCKETS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0)
 _STATUSES = {int(status): str(int(status)) for status in HTTPStatus}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # A second series for each, which nobody asks for.
@@ -26,6 +27,12 @@ REJECTED = (
     "model_not_found",
     "no_worker",
     "over_concurrency",
+    "queue_full",
+    "tenant_queue_full",
+    "queue_timeout",
+    "predicted_late",
+    "draining",
+    "no_identity",
     "unknown_path",
 )
 """Reasons for which a request never reached a worker."""
@@ -77,6 +84,12 @@ class Metrics:
             "warmroute_time_to_first_token_seconds",
             "From the request body's last byte to the first byte of a streamed answer.",
             buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.queue_wait = Histogram(
+            "warmroute_queue_wait_seconds",
+            "How long requests waited that had to, those included that gave up or were refused.",
+            buckets=_WAIT_BUCKETS_S,
             registry=registry,
         )
         self.duration = Histogram(

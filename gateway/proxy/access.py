@@ -41,6 +41,8 @@ class Record(msgspec.Struct, kw_only=True, gc=False):
     cached_tokens: int | None = None
     output_tokens: int | None = None
     overhead_ms: float | None = None
+    queued_ms: float | None = None
+    """Spent waiting for a worker with room; None: it did not have to."""
     ttft_ms: float | None = None
     duration_ms: float = 0.0
     sent_bytes: int = 0

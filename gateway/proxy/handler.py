@@ -65,6 +65,7 @@ class Exchange:
         "_relaying",
         "_server",
         "_usage",
+        "_wait_s",
         "began_s",
         "headers",
         "record",
@@ -106,6 +107,7 @@ class Exchange:
         self._dispatch: Dispatch | None = None
         self._plan_id: str | None = None
         self._usage: Usage | None = None
+        self._wait_s: float | None = None
         self._admitted = False
         self._relaying = False
 
@@ -151,6 +153,7 @@ class Exchange:
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
+        tenant, body = self._identified(body)
         self._server.admit()
         self._admitted = True
         dispatch = self._dispatch = Dispatch(
@@ -172,11 +175,16 @@ class Exchange:
         began_s = time.monotonic()
         hints = self._parts.hints(self.request)
         facts = _with_hints(await self._facts(body), hints)
+        if tenant is not None:
+            facts = msgspec.structs.replace(facts, tenant=tenant)
         if facts.keep_local is None and LEG_HEADER in self.request.headers:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
-        dispatch.plan(facts)
+        queue = self._parts.queue
+        if queue is not None and self.route.queued:
+            self._wait_s = await queue.enter(facts, self.headers, self.record)
+        dispatch.plan(facts)  # With nothing awaited in between: until it is booked no other is let go.
         self._plan_id = hints.plan_id
-        overhead_s = time.monotonic() - began_s
+        overhead_s = time.monotonic() - began_s - (self.record.queued_ms or 0.0) / 1000
         self._parts.metrics.overhead.observe(overhead_s)
         self.record.overhead_ms = round(overhead_s * 1000, 3)
         try:
@@ -192,6 +200,17 @@ class Exchange:
             return await self._parts.reader.read(request_id, self.route.tokens, body, self.headers)
         except BadRequest as exc:
             raise self._bad_request(exc) from None
+
+    def _identified(self, body: bytes) -> tuple[str | None, bytes]:
+        """Whose it is, and the body with the cache salt of its tenant."""
+        try:
+            preflight = self.request.method == "OPTIONS"  # Browsers send those without any header of the request's.
+            return self._parts.tenancy.take(self.headers, body, salted=self.route.queued, anonymous=preflight)
+        except BadRequest as exc:
+            raise self._bad_request(exc) from None
+        except ApiError:
+            self._parts.metrics.rejected("no_identity")
+            raise
 
     def _cleaned(self, body: bytes) -> bytes:
         try:
@@ -326,6 +345,8 @@ class Exchange:
         finally:
             if self._admitted:
                 self._server.leave()
+            if parts.queue is not None:
+                parts.queue.ended(self._flight, self._wait_s, record)
             duration_s = time.monotonic() - self.began_s
             record.duration_ms = round(duration_s * 1000, 3)
             parts.metrics.request(record.worker, record.status, duration_s)

@@ -17,10 +17,12 @@ from gateway.engine.health import Health
 from gateway.handoff.shared import Shared
 from gateway.proxy.access import AccessLog
 from gateway.proxy.upstream import UpstreamPool
+from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import Hints, no_hints
 from gateway.stored import StoredResponses
+from gateway.tenancy import NO_TENANCY, Tenancy
 from scorer.planner import Planner
 
 
@@ -66,3 +68,5 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     sent: Callable[[str, int, int], None] = lambda worker, rank, new_tokens: None
     hints: Callable[[web.BaseRequest], Hints] = no_hints
     unreachable_status: int = 502
+    queue: Queue | None = None
+    tenancy: Tenancy = NO_TENANCY

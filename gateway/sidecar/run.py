@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
+import msgspec
 from aiohttp import web
 
 from gateway.config import Config
 from gateway.config.flags import SIDECAR_ALIASES
+from gateway.config.schema import QueueConfig, TenancyConfig
 from gateway.core import Core
 from gateway.discovery import Discovery, StaticDiscovery
 from gateway.proxy.realtime import PATH as REALTIME
@@ -35,6 +37,8 @@ class Sidecar(Service):
         settings, pd = config.sidecar, config.pd
         # Where only hints may send a prompt elsewhere, the policy is that of the hints.
         config = with_policy(config, pd.policy if pd.policy and pd.no_hint == "decide" else _HINTED)
+        # Whoever sent it here has chosen this pod, and knows whose it is.
+        config = msgspec.structs.replace(config, queue=QueueConfig(enabled=False), tenancy=TenancyConfig())
         core = Core(config)
         self.pod = pod = Pod(settings.engine, settings.data_parallel_size, lambda: self.ports)
         if not (pd.allow or config.workers or config.workers_file or config.discovery.dns):

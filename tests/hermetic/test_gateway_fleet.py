@@ -242,6 +242,14 @@ METRICS = {
     "pd_transfers_failed",
     "predicted_cached_tokens",
     "prompt_tokens",
+    "queue_oldest_seconds",
+    "queue_requests",
+    "queue_shedding_armed",
+    "queue_tenants",
+    "queue_tokens",
+    "queue_ttft_error",
+    "queue_ttft_samples",
+    "queue_wait_seconds",
     "realtime_sessions",
     "reported_predicted_cached_tokens",
     "reported_prompt_tokens",
@@ -281,6 +289,7 @@ async def test_every_metric_is_there_from_the_start(fleet: Fleet) -> None:
     for name in ("worker_available", "engine_running", "events_arriving", "event_gaps_total", "worker_chosen_total"):
         for worker in ("a", "b"):
             assert f'warmroute_{name}{{worker="{worker}"}}' in text
+    assert 'warmroute_queue_requests{model="tiny"} 0.0' in text
     assert (await fleet.get(fleet.admin + "/metrics"))[0] == 200
 
 

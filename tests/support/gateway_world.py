@@ -18,7 +18,9 @@ from gateway.config.schema import (
     HealthConfig,
     LoggingConfig,
     PdConfig,
+    QueueConfig,
     ScorerConfig,
+    TenancyConfig,
     TokensConfig,
     Worker,
 )
@@ -54,6 +56,8 @@ class Fleet(Stacked):
         self,
         pd: PdConfig | None = None,
         scorer: ScorerConfig | None = None,
+        queue: QueueConfig | None = None,
+        tenancy: TenancyConfig | None = None,
         unknown_models: Literal["refuse", "try"] = "refuse",
         scrape_interval_s: float = 0.1,
         **engines: FakeVllmConfig,
@@ -62,6 +66,8 @@ class Fleet(Stacked):
         self._unknown_models = unknown_models
         self._scrape_interval_s = scrape_interval_s
         self._scorer = scorer or ScorerConfig()
+        self._queue = queue or QueueConfig()
+        self._tenancy = tenancy or TenancyConfig()
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
 
@@ -78,6 +84,8 @@ class Fleet(Stacked):
             pd=self._pd,
             scorer=self._scorer,
             health=HealthConfig(scrape_interval_s=self._scrape_interval_s),
+            queue=self._queue,
+            tenancy=self._tenancy,
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.config.schema import PdConfig
+from gateway.config.schema import PdConfig, QueueConfig, TenancyConfig
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
@@ -28,10 +28,12 @@ from gateway.proxy.realtime import Realtime
 from gateway.proxy.server import DataPlane, HttpServer
 from gateway.proxy.stored_pages import StoredPages
 from gateway.proxy.upstream import PoolSettings, UpstreamPool
+from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import NO_HINTS
 from gateway.stored import StoredResponses
+from gateway.tenancy import Tenancy
 from gateway.tokens import TokenService
 from indexer import PrefixIndex
 from scorer.fleet import Fleet
@@ -167,8 +169,13 @@ class World:
         response_headers: bool = True,
         pd: PdConfig | None = None,
         roles: dict[str, Role] | None = None,
+        queue: QueueConfig | None = None,
+        tenancy: TenancyConfig | None = None,
     ) -> None:
         self.pd = pd or PdConfig()
+        self._queue = queue or QueueConfig()
+        self._said = 0
+        self.tenancy = Tenancy(tenancy or TenancyConfig(), "a secret of the tests")
         self.fleet = Fleet()
         self.planner = Planner(self.fleet, PrefixIndex(), policy=policy, pd_policy=self.pd.policy or "local")
         self.tokens = TokenService()
@@ -207,6 +214,9 @@ class World:
             rng=random.Random(1),
         )
         self.holders = ResponseHolders(self.stored, self.upstreams, lambda: list(self.fleet.workers))
+        self.queue = Queue(
+            self._queue, self.planner, up, self.metrics, random.Random(1), by_tenant=self.tenancy.by_tenant
+        )
         self.parts = Parts(
             planner=self.planner,
             reader=RequestReader(self.fleet, self.tokens, holder_of=self.holders.find),
@@ -225,6 +235,8 @@ class World:
             handoffs=self.handoffs,
             heard_since=lambda name, since_s: name not in self.frozen,
             hints=lambda request: self.hints,
+            queue=self.queue,
+            tenancy=self.tenancy,
         )
         for name, url in self._workers.items():
             self.add(name, url)
@@ -261,6 +273,17 @@ class World:
         self.metrics.add_worker(name)
         self.hits.add_worker(name)
 
+    def say(self, name: str, *, waiting: float, running: float | None = None, age_s: float = -60.0) -> None:
+        """What the worker's engine tells of itself now, which a slow machine does not make stale; without `running`, a
+        number that moves.
+        """
+        self._said += 1
+        if running is None:
+            running = 1 + self._said % 2
+        stats = EngineStats(scraped_at_s=time.monotonic() - age_s, block_size=16, running=running, waiting=waiting)
+        self.fleet.set_stats(name, stats)
+        self.queue.scraped(self.fleet.workers[name])
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.port}"
@@ -289,6 +312,7 @@ class World:
             and self.planner.in_flight() == 0
             and not any(self.health.state(name).in_flight for name in self.fleet.workers)
             and self.plane.in_flight == 0
+            and self.queue.n_waiting == 0
         )
 
     def value(self, name: str, **labels: str) -> float:

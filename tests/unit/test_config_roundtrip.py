@@ -53,6 +53,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
         tuple
     ),
     "data_parallel_size": st.integers(1, 4),
+    "header": st.none() | st.sampled_from(["x-tenant", "Authorization"]),
     "engine": st.sampled_from(["http://10.0.0.1:8200", "https://[fd00::1]/base"]),
     "lease_s": st.floats(1.0, 100.0, exclude_min=True),
     "interval_s": st.floats(1.0, 100.0),

@@ -226,5 +226,5 @@ def test_the_keys() -> None:
     assert (config.scorer.session_header, config.scorer.session_wait_s) == ("x-session-id", 10.0)
     with pytest.raises(ConfigError, match="prefer changes prices, which policy random ignores"):
         load_config(flags={("scorer", "session_affinity"): "prefer", ("scorer", "policy"): "random"})
-    with pytest.raises(ConfigError, match="session_header: expected a header's name"):
+    with pytest.raises(ConfigError, match="session_header: expected the name of an HTTP header"):
         load_config(flags={("scorer", "session_header"): "x: y"})
