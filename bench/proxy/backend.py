@@ -1,8 +1,9 @@
 """Workers that cost next to nothing: vLLM's faces on raw protocols, as many ports as workers, in one process.
 
 `python -m bench.proxy.backend --workers N` prints `{"ports": [...]}` and serves until its standard input ends. Answers
-are of fixed text. A streamed one has `max_tokens` chunks; `"user": "pace-10"` asks for one every 10 ms, otherwise they
-come as fast as they are taken. All streams of a worker with one pace step together, as an engine's do.
+are of fixed text. A streamed one has `max_tokens` chunks; `"seed": 10` asks for one every 10 ms (every router passes
+that field on), 0 for them as fast as they are taken. All streams of a worker with one pace step together, as an
+engine's do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bench.proxy.prompts import MODEL
 
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 _MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens"\s*:\s*(\d+)')
-_PACE = re.compile(rb'"user"\s*:\s*"pace-(\d+)"')
+_PACE = re.compile(rb'"seed"\s*:\s*(\d+)')
 _ENDS_BYTES = 4096
 """Fields are looked for so far from either end of a body; what is between is prompt. Routers that write bodies anew put
 them in another order, between empty fields of their own.

@@ -15,12 +15,12 @@ from bench.proxy.routers import Workers, free_port, gateway_config, stop
 class Decider:
     """Started on the router's core; works only when asked."""
 
-    def __init__(self, folder: Path, workers: Workers, tokenizer: Path, core: int) -> None:
+    def __init__(self, folder: Path, workers: Workers, tokenizer: Path, core: int, n_small: int, n_large: int) -> None:
         config = gateway_config(folder / "decision.yaml", workers, free_port(), free_port(), tokenizer)
         self._log = (folder / "decision.log").open("wb")
         with pinned(core):
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", "bench.proxy.decision", "--config", str(config)],
+                [sys.executable, "-m", "bench.proxy.decision", str(config), str(n_small), str(n_large)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,

@@ -1,7 +1,8 @@
 """What our own decision takes by itself: body -> JSON -> token ids -> index -> planner -> booking, and back.
 
-`python -m bench.proxy.decision --config FILE` is a gateway of that configuration that serves nobody. For every line
-it reads, it decides over the benchmark's bodies and prints CPU microseconds of the whole process per decision.
+`python -m bench.proxy.decision CONFIG N_SMALL N_LARGE` is a gateway of that configuration that serves nobody. For every
+line it reads, it decides over so many of the benchmark's bodies and prints CPU microseconds of the whole process per
+decision.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ async def _decide(gateway: Gateway, bodies: Sequence[bytes]) -> float:
     return (time.process_time() - began_s) / len(bodies) * 1e6
 
 
-async def _serve(config_file: str) -> None:
-    bodies = prompts.bodies()
+async def _serve(config_file: str, n_small: int, n_large: int) -> None:
+    bodies = prompts.bodies(n_small=n_small, n_large=n_large)
     kinds = {
         "2kb": bodies.small * 2,
         "64kb": bodies.large,
@@ -63,8 +64,11 @@ def main() -> None:
     import uvloop
 
     parser = argparse.ArgumentParser(prog="python -m bench.proxy.decision", description=__doc__)
-    parser.add_argument("--config", required=True)
-    uvloop.run(_serve(parser.parse_args().config))
+    parser.add_argument("config")
+    parser.add_argument("n_small", type=int)
+    parser.add_argument("n_large", type=int)
+    args = parser.parse_args()
+    uvloop.run(_serve(args.config, args.n_small, args.n_large))
 
 
 if __name__ == "__main__":

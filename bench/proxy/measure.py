@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -20,7 +23,7 @@ PACE_MS = 10
 MIN_BUSY = 0.85
 """A closed loop is limited by one of its sides: where neither was that busy, something else had the core."""
 MIN_ACCEPTED = 3
-_WARM_REQUESTS_PER_CONNECTION = 2
+_WARM_REQUESTS_PER_CONNECTION = 1
 _WARM_CONNECTIONS = 4
 
 
@@ -99,16 +102,23 @@ def spread_us(values_s: Sequence[float]) -> tuple[float, float] | None:
 
 
 async def sample(case: Case, router: Running, requests: Requests, backends: Backends) -> Sample:
-    """Connections are made and each has had its first answers before anything is counted."""
+    """Connections are made and each has had its first answers before anything is counted. A router that takes no
+    connections has failed as many requests as there should have been.
+    """
     chunks = STREAM_CHUNKS if case.streams else 0
-    async with Load(router.ports, requests, case.concurrency, chunks=chunks, stamps=bool(case.pace_ms)) as load:
-        if not case.streams:
-            await load.run(case.duration_s, at_most=_WARM_REQUESTS_PER_CONNECTION * case.concurrency)
-        before = Hits.read(router.admin_port) if router.decides else None
-        router_s, load_s = router.cpu_s(), time.process_time() + backends.cpu_s()
-        result = await load.run(case.duration_s, at_most=case.concurrency if case.pace_ms else None)
-        router_s, load_s = router.cpu_s() - router_s, time.process_time() + backends.cpu_s() - load_s
-    shares = None if before is None else Hits.read(router.admin_port).since(before)
+    load = Load(router.ports, requests, case.concurrency, chunks=chunks, stamps=bool(case.pace_ms))
+    try:
+        async with load:
+            if not case.streams:
+                await load.run(case.duration_s, at_most=_WARM_REQUESTS_PER_CONNECTION * case.concurrency)
+            before = Hits.read(router.admin_port) if router.decides else None
+            router_s, load_s = router.cpu_s(), time.process_time() + backends.cpu_s()
+            result = await load.run(case.duration_s, at_most=case.concurrency if case.pace_ms else None)
+            router_s, load_s = router.cpu_s() - router_s, time.process_time() + backends.cpu_s() - load_s
+            shares = None if before is None else Hits.read(router.admin_port).since(before)
+    except OSError as exc:  # TimeoutError is one.
+        refused = Result(failures=Counter({type(exc).__name__: case.concurrency}), wall_s=case.duration_s)
+        return judged(case, router.name, refused, 0.0, 0.0)
     return judged(case, router.name, result, router_s, load_s, shares)
 
 
@@ -116,8 +126,9 @@ async def warm(routers: Sequence[Running], requests: Sequence[Requests]) -> None
     """Each router sees each body once: what is measured is not how caches fill."""
     for router in routers:
         for each in requests:
-            async with Load(router.ports, each, _WARM_CONNECTIONS) as load:
-                await load.run(0.0, at_most=len(each))
+            with contextlib.suppress(OSError):  # It will be seen to fail.
+                async with Load(router.ports, each, _WARM_CONNECTIONS) as load:
+                    await load.run(0.0, at_most=len(each))
         router.forget_log()
 
 
@@ -197,6 +208,13 @@ def figure(samples: Sequence[Sample]) -> Figure:
     )
 
 
+def figures(samples: Sequence[Sample]) -> list[Figure]:
+    """By case and router, in the order in which they first occur."""
+    cases_, routers = dict.fromkeys(s.case for s in samples), dict.fromkeys(s.router for s in samples)
+    each = ([s for s in samples if (s.case, s.router) == key] for key in itertools.product(cases_, routers))
+    return [figure(some) for some in each if some]
+
+
 def _medians(pairs: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
     known = [pair for pair in pairs if pair is not None]
     if not known:
@@ -213,12 +231,11 @@ async def rounds(
     *,
     between: Callable[[], None],
     note: Callable[[int, Sample], None],
-) -> list[Figure]:
+) -> None:
     """`n` rounds of every case over every router, each round beginning with another router. `between` is called at
-    the start of each round, `note` after each sample.
+    the start of each round, `note` with each sample.
     """
     requests = {case.name: Requests(PATH, bodies_of(case, bodies)) for case in chosen}
-    samples: dict[tuple[str, str], list[Sample]] = {}
     await warm(routers, [Requests(PATH, bodies.small), Requests(PATH, bodies.large)])
     for i in range(n):
         between()
@@ -226,7 +243,5 @@ async def rounds(
             turn = i % len(routers)
             for router in (*routers[turn:], *routers[:turn]):
                 taken = await sample(case, router, requests[case.name], backends)
-                samples.setdefault((router.name, case.name), []).append(taken)
                 router.forget_log()
                 note(i, taken)
-    return [figure(each) for each in samples.values()]

@@ -51,7 +51,7 @@ class Bodies(msgspec.Struct, frozen=True):
         out = []
         for body in self.small:
             fields = json.loads(body)
-            out.append(_body({**fields, "stream": True, "max_tokens": STREAM_CHUNKS, "user": f"pace-{pace_ms}"}))
+            out.append(_body({**fields, "stream": True, "max_tokens": STREAM_CHUNKS, "seed": pace_ms}))
         return out
 
 

@@ -17,12 +17,12 @@ ROUND_ROBIN = "vllm-router round_robin"
 CACHE_AWARE = "vllm-router cache_aware"
 TABLE_HEADS = (
     "router", "CPU us", "least to most", "ours / it", "per s", "busy", "p50 us", "p99 us", "added p50", "added p99",
-    "success", "used", "real ids", "hits",
+    "success", "accepted", "real ids", "hits",
 )  # fmt: skip
 MEMORY_HEADS = ("router", "version", "RSS MiB")
 
 
-class Run(msgspec.Struct, frozen=True):
+class Run(msgspec.Struct, frozen=True, kw_only=True):
     """All that was found. `decision_us` by kind of body; `rss_bytes`, `versions` by router; `missing` says why."""
 
     figures: list[Figure]
@@ -60,7 +60,9 @@ def medians(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def targets(run: Run, concurrency: int) -> list[dict[str, Any]]:
-    """`measured` and `met` are None where a side was not measured, or failed requests."""
+    """Judged at that many requests at a time. `measured` and `met` are None where a side was not measured, or where one
+    failed requests.
+    """
     small, large = f"2kb_c{concurrency}", f"64kb_c{concurrency}"
     allowed = run.cost_us(ROUND_ROBIN, small)
     decision = run.decision_us.get("2kb")
@@ -108,7 +110,7 @@ def flat(run: Run) -> dict[str, float]:
     out: dict[str, float] = {}
     for figure in run.figures:
         name = f"{key(figure.router)}_{figure.case}"
-        values = {"us": figure.cpu_us, "per_s": figure.per_s, "success": figure.success_rate}
+        values: dict[str, float | None] = {"us": figure.cpu_us, "per_s": figure.per_s, "success": figure.success_rate}
         if figure.shares is not None:
             values |= {"real_ids_share": figure.shares.real_ids_share, "hit_share": figure.shares.hit_share}
         for what, pair in (("", figure.latency_us), ("chunk_", figure.chunk_delay_us)):
@@ -145,7 +147,7 @@ def rows(run: Run, case: str) -> list[tuple[str, ...]]:
                 *_pair(_delay(figure)),
                 *_pair(added),
                 _success(figure),
-                f"{figure.used}/{figure.rounds}",
+                f"{figure.accepted}/{figure.rounds}",
                 *_shares(figure),
             )
         )
@@ -206,7 +208,7 @@ def decision_line(run: Run) -> str:
     return f"our own decision, CPU: {parts}" if parts else "our own decision: not measured"
 
 
-def show(run: Run, concurrency: int) -> None:
+def show(run: Run, judged: Sequence[Mapping[str, Any]]) -> None:
     for case in run.cases:
         print(f"\n{title(case)}")
         for line in table(TABLE_HEADS, rows(run, case)):
@@ -216,7 +218,7 @@ def show(run: Run, concurrency: int) -> None:
         print(line)
     for text in run.missing:
         print(f"not measured: {text}", file=sys.stderr)
-    for target in targets(run, concurrency):
+    for target in judged:
         print(f"{_MET[target['met']]}  {target['name']} {target['goal']}: {target['measured']}")
 
 

@@ -180,7 +180,6 @@ def start(spec: Spec, workers: Workers, core: int, folder: Path) -> Running:
             stderr=output,
             env={**kept, **spec.environment},
             cwd=folder,
-            start_new_session=True,
         )
     running = Running(spec.name, [port], process, other, log, decides=spec.decides)
     try:
