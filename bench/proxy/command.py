@@ -74,6 +74,12 @@ def main(argv: Sequence[str]) -> int:
     if not plan.cases:
         print(f"bench: error: no case is named like {args.only!r}", file=sys.stderr)
         return 2
+    if not hasattr(os, "sched_setaffinity"):
+        print(
+            "bench: error: processes are pinned and their CPU clocks read, which needs Linux",
+            file=sys.stderr,
+        )
+        return 2
     if args.nice:
         os.nice(args.nice)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # So that what was started is stopped.

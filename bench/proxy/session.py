@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,8 @@ def measure(plan: Plan) -> report.Run:
     """Raises RuntimeError where a gateway of ours does not serve; a peer that does not is named in `missing`."""
     import uvloop
 
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # The backends hold the idle connections of all routers.
     cores = choose_cores(os.sched_getaffinity(0))
     tokenizer = prompts.model_folder()
     bodies = prompts.bodies(n_small=plan.n_small, n_large=plan.n_large)
@@ -86,7 +89,7 @@ def measure(plan: Plan) -> report.Run:
         mine = [router for router in running if router.decides]
         decider = None
         if mine:
-            decider = Decider(folder, workers, tokenizer, cores.router, plan.n_small, plan.n_large)
+            decider = Decider(folder, workers, tokenizer, cores.router, bodies)
             stack.callback(decider.close)
             _fill(feed, bodies, [*(router.admin_port for router in mine), decider.admin_port], tokenizer)
 

@@ -341,11 +341,12 @@ def test_targets_are_open_without_the_peer() -> None:
     assert [(t["measured"], t["met"]) for t in found] == [(None, None)] * 3
 
 
-def test_targets_are_open_where_requests_failed() -> None:
+def test_s19_success_is_shown_and_failures_leave_a_target_open() -> None:
     run = run_of(**COSTS)
     failing = figure([taken(1.0, failures=1)])
     run = report.Run(**{**{n: getattr(run, n) for n in run.__struct_fields__}, "figures": [failing, *run.figures[1:]]})
     assert report.targets(run, 32)[0]["met"] is None
+    assert any("99.90 % (1 x status 503)" in row for row in report.rows(run, "2kb_c32"))
 
 
 def test_the_page_shows_all_cases_and_what_is_missing() -> None:
