@@ -243,5 +243,6 @@ async def rounds(
             turn = i % len(routers)
             for router in (*routers[turn:], *routers[:turn]):
                 taken = await sample(case, router, requests[case.name], backends)
+                backends.check()
                 router.forget_log()
                 note(i, taken)

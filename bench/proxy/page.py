@@ -62,6 +62,8 @@ _CAVEATS = """
   everybody, and lower for the slow. The paced case is the one to plan with.
 - Bodies that repeat are found in caches (ours keeps token ids of prompts seen lately, peers their trees). The new ones
   show what a prompt costs that nobody has seen.
+- With `--log-level error`, which their users may set, vllm-router round_robin took 13 % less than with its default and
+  smg round_robin 22 % less (2 KB, 32 at a time); vllm-router cache_aware took the same.
 - No TLS, no HTTP/2, no authentication, no failures, four workers.
 - KV events arrive before the run, not during it; what they cost is in `python -m bench micro`.
 """

@@ -255,6 +255,11 @@ class Backends:
     def cpu_s(self) -> float:
         return tree_cpu_s(self._process.pid)
 
+    def check(self) -> None:
+        """Raises RuntimeError when they are gone: every router would look broken."""
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the backends ended with exit code {self._process.returncode}")
+
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
+import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -102,7 +105,8 @@ def measure(plan: Plan) -> report.Run:
             _show(turn, taken)
 
         stack.enter_context(pinned(cores.load))
-        uvloop.run(rounds(plan.cases, running, backends, bodies, plan.rounds, between=between, note=note))
+        work = rounds(plan.cases, running, backends, bodies, plan.rounds, between=between, note=note)
+        uvloop.run(_until_told(work))
         return report.Run(
             figures=figures(kept.samples),
             decision_us=report.medians(kept.decisions),
@@ -111,6 +115,16 @@ def measure(plan: Plan) -> report.Run:
             missing=missing,
             setting=[cores.told(), f"samples of {plan.cases[0].duration_s:g} s"],
         )
+
+
+async def _until_told(work: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM ends it; an exception out of a signal handler could be taken for one of a connection."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 def _specs(plan: Plan, tokenizer: Path) -> list[Spec]:
