@@ -25,6 +25,8 @@ MIN_BUSY = 0.85
 MIN_ACCEPTED = 3
 _WARM_REQUESTS_PER_CONNECTION = 1
 _WARM_CONNECTIONS = 4
+_WARM_S = 120.0
+"""At most; a prompt that was not tokenised by then would be taken for one that costs so much each time."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -128,7 +130,7 @@ async def warm(routers: Sequence[Running], requests: Sequence[Requests]) -> None
         for each in requests:
             with contextlib.suppress(OSError):  # It will be seen to fail.
                 async with Load(router.ports, each, _WARM_CONNECTIONS) as load:
-                    await load.run(0.0, at_most=len(each))
+                    await load.run(_WARM_S, at_most=len(each))
         router.forget_log()
 
 
