@@ -67,6 +67,7 @@ def measure(plan: Plan) -> report.Run:
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # The backends hold the idle connections of all routers.
+    others = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores before it began"
     cores = choose_cores(os.sched_getaffinity(0))
     tokenizer = prompts.model_folder()
     bodies = prompts.bodies(n_small=plan.n_small, n_large=plan.n_large)
@@ -113,7 +114,7 @@ def measure(plan: Plan) -> report.Run:
             rss_bytes={router.name: router.rss_bytes() for router in running},
             versions=_versions(running, specs, plan.bin_folder),
             missing=missing,
-            setting=[cores.told(), f"samples of {plan.cases[0].duration_s:g} s"],
+            setting=[cores.told(), f"samples of {plan.cases[0].duration_s:g} s", others],
         )
 
 
