@@ -49,12 +49,21 @@ def answer_to(message: bytes, records: Records, *, code: int = 0, cut: bool = Fa
     return message[:2] + struct.pack("!HHHHH", flags, 1, n, 0, 0) + question + body
 
 
+def _one_port() -> tuple[socket.socket, socket.socket]:
+    """Bound to the same number; one that is free for both has to be looked for."""
+    while True:
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        udp.bind(("127.0.0.1", 0))
+        try:
+            return udp, socket.create_server(udp.getsockname())
+        except OSError:
+            udp.close()
+
+
 @contextmanager
 def name_server(records: Records, *, code: int = 0, cut: bool = False, junk: bool = False) -> Iterator[Resolv]:
     """Over UDP, and (where that is `cut` short) over TCP at the same port."""
-    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    udp.bind(("127.0.0.1", 0))
-    tcp = socket.create_server(udp.getsockname())
+    udp, tcp = _one_port()
 
     def serve_udp() -> None:
         with suppress(OSError):
