@@ -1,6 +1,6 @@
 """Micro-benchmarks of the served index, `PrefixIndex`, with everything on (hashing, lookups, ingest, memory, clears,
-growth), of one decision of the planner, of the way from a request's body to its plan (`bench/front.py`), and of how
-late the event loop is beside KV events (`bench/stall.py`).
+growth), of one decision of the planner, of the way from a request's body to its plan (`gateway/measure/front.py`), and
+of how late the event loop is beside KV events (`gateway/measure/stall.py`).
 
 Times are CPU time (`time.thread_time`; `time.process_time` from body to plan), medians of several rounds, because the
 machine is shared; the event loop's lateness is wall-clock time. Block size is 16. `--tokenizer` names a model
@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.decision import bench_decision
-from bench.front import bench_front
 from bench.kv_frames import BLOCK_SIZE, VOCABULARY, frame, removal, tokens
-from bench.stall import bench_stall
 from bench.text import train
 from indexer import PrefixIndex, decode_batch
 from indexer.keys import chain, root
@@ -192,6 +190,13 @@ def bench_memory(n_entries: int) -> dict[str, float]:
     return out
 
 
+def measured_by_gateway(*args: str) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures of the gateway, which nothing in here imports, and with what they were taken."""
+    command = [sys.executable, "-m", "gateway.measure", *args]
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)  # noqa: S603
+    return found["figures"], found["used"]
+
+
 def bench_clear(rounds: int) -> dict[str, float]:
     rng = random.Random(3)
     clears, sweeps = [], []
@@ -259,21 +264,17 @@ def run(quick: bool, as_json: bool, model: str, given: str | None) -> int:
     figures: dict[str, float] = {}
     with_what: dict[str, Any] = {"tokenizer": given or "trained here"}
 
-    def front() -> dict[str, float]:
-        found, encoder = bench_front(rounds, model)
-        with_what.update(encoder)
-        return found
-
-    def stall() -> dict[str, float]:
-        found, with_what["scheduler"] = bench_stall(2 if quick else 5, 1.0 if quick else 2.0, model)
+    def by_gateway(what: str, *args: str) -> dict[str, float]:
+        found, used = measured_by_gateway(what, model, *args)
+        with_what.update(used)
         return found
 
     benches: list[tuple[str, Callable[[], dict[str, float]]]] = [
         ("hashing", lambda: bench_hash(rounds)),
         ("lookup", lambda: bench_lookup(rounds, 300_000 // scale)),
         ("decision", lambda: bench_decision(20 * rounds)),
-        ("body to plan", front),
-        ("event loop beside KV events", stall),
+        ("body to plan", lambda: by_gateway("front", str(rounds))),
+        ("event loop beside KV events", lambda: by_gateway("stall", *(("2", "1") if quick else ("5", "2")))),
         ("ingest", lambda: bench_ingest(3 if quick else 7)),
         ("memory", lambda: bench_memory(1_000_000 // scale)),
         ("clear", lambda: bench_clear(2 if quick else 5)),

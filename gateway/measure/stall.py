@@ -3,16 +3,14 @@ thread that serves, requests planned on the loop beside it.
 
 A callback is due every millisecond; how late it runs is what every other callback, and so every request and every chunk
 of an answer, waits. Wall-clock time, so what else the machine does shows in it: the processes are scheduled ahead of
-others where that is allowed (`scheduler`), and of several windows the median counts.
+others where that is allowed (`scheduled`), and of several windows the median counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,10 +18,8 @@ from typing import Any
 
 import uvloop
 
-from bench.front import Front, body, tokenizing
-from bench.kv_publisher import STORED_PER_FRAME
 from gateway.engine.subscriber import EventIngest
-from gateway.service import tune_interpreter
+from gateway.measure.front import Front, body, tokenizing
 
 WORKERS = 8
 BLOCKS_PER_S = 100_000
@@ -35,26 +31,13 @@ _UP_S = 30.0
 _SETTLE_S = 0.5
 
 
-def bench_stall(windows: int, window_s: float, model: str) -> tuple[dict[str, float], str]:
-    """Figures, and how the processes were scheduled. Runs in a process of its own, whose interpreter is tuned."""
-    code = f"import bench.stall as m; m.print_measured({windows}, {window_s}, {model!r})"
-    found = json.loads(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout)  # noqa: S603
-    return found["figures"], found["scheduler"]
-
-
-def print_measured(windows: int, window_s: float, model: str) -> None:
-    scheduler = "as any other"
-    tune_interpreter()
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-        scheduler = "fifo"
-    except (AttributeError, OSError):
-        pass
-    figures = uvloop.run(_measure(windows, window_s, model))
-    print(json.dumps({"figures": figures, "scheduler": scheduler}))
+def measure_stall(windows: int, window_s: float, model: str) -> dict[str, float]:
+    return uvloop.run(_measure(windows, window_s, model))
 
 
 async def _measure(windows: int, window_s: float, model: str) -> dict[str, float]:
+    from bench.kv_publisher import STORED_PER_FRAME
+
     async with tokenizing(model) as service:
         front = await Front.of_size(service, PROMPT_TOKENS)
         bodies = [body(front.next_turn()) for _ in range(64)]

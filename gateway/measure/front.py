@@ -13,14 +13,12 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import uvloop
 
-from bench.decision import loaded_planner
-from bench.text import Text
 from gateway.request import RequestReader
 from gateway.tokens import TokenService, TokenSettings
 from scorer.fleet import Fleet
@@ -34,14 +32,16 @@ _MESSAGE_WORDS = 150
 _LOAD_S = 120.0
 
 Chat = list[dict[str, str]]
+Draw = Callable[[int], str]
+"""Text of so many words, never the same twice."""
 
 
-def bench_front(rounds: int, model: str) -> tuple[dict[str, float], dict[str, Any]]:
+def measure_front(rounds: int, model: str) -> tuple[dict[str, float], dict[str, Any]]:
     """Figures, and who made the tokens. `model`: a model directory."""
-    return uvloop.run(_bench(rounds, model))
+    return uvloop.run(_measure(rounds, model))
 
 
-async def _bench(rounds: int, model: str) -> tuple[dict[str, float], dict[str, Any]]:
+async def _measure(rounds: int, model: str) -> tuple[dict[str, float], dict[str, Any]]:
     async with tokenizing(model) as service:
         figures: dict[str, float] = {}
         for name, size in SIZES_TOKENS.items():
@@ -98,31 +98,35 @@ def body(chat: Chat) -> bytes:
 class Front:
     """Reads and plans requests; `history` is a chat that was served, of which the fleet holds different parts."""
 
-    def __init__(self, service: TokenService, planner: Planner, text: Text, history: Chat, history_tokens: int) -> None:
+    def __init__(self, service: TokenService, planner: Planner, draw: Draw, history: Chat, history_tokens: int) -> None:
         self.planner = planner
         self.history = history
         self.history_tokens = history_tokens
-        self._text = text
-        self._rng = random.Random(history_tokens)
+        self._draw = draw
+        self._rng = random.Random(history_tokens)  # noqa: S311
         self._reader = RequestReader(planner.fleet, service)
         self._ids = 0
 
     @classmethod
     async def of_size(cls, service: TokenService, size_tokens: int) -> Front:
-        text = Text(size_tokens)
+        from bench.decision import loaded_planner
+        from bench.text import Text
+
+        draw = Text(size_tokens).draw
         reader = RequestReader(Fleet(), service)
-        sample = await reader.read("sample", "chat", body(_chat(text, 21)), {})
-        history = _chat(text, round(21 * size_tokens / sample.prompt_tokens) // 2 * 2 + 1)
+        sample = await reader.read("sample", "chat", body(_chat(draw, 21)), {})
+        history = _chat(draw, round(21 * size_tokens / sample.prompt_tokens) // 2 * 2 + 1)
         facts = await reader.read("history", "chat", body(history), {})
         tokens = array("I", facts.tokens or b"").tolist()
-        return cls(service, loaded_planner(random.Random(size_tokens), tokens, None), text, history, len(tokens))
+        planner = loaded_planner(random.Random(size_tokens), tokens, None)  # noqa: S311
+        return cls(service, planner, draw, history, len(tokens))
 
     def chat(self) -> Chat:
         """One as long as the history, never seen before."""
-        return _chat(self._text, len(self.history))
+        return _chat(self._draw, len(self.history))
 
     def next_turn(self) -> Chat:
-        said = [{"role": role, "content": self._text.draw(_TURN_WORDS)} for role in ("assistant", "user")]
+        said = [{"role": role, "content": self._draw(_TURN_WORDS)} for role in ("assistant", "user")]
         return [*self.history, *said]
 
     async def plan(self, raw: bytes) -> RequestFacts:
@@ -132,8 +136,9 @@ class Front:
         return facts
 
     def end(self, facts: RequestFacts) -> None:
-        self.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.END), NOW_S)
+        """As a client leaves: time stands still here, so nothing may be left to be settled later."""
+        self.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.CANCELLED), NOW_S)
 
 
-def _chat(text: Text, n_messages: int) -> Chat:
-    return [{"role": ("user", "assistant")[i % 2], "content": text.draw(_MESSAGE_WORDS)} for i in range(n_messages)]
+def _chat(draw: Draw, n_messages: int) -> Chat:
+    return [{"role": ("user", "assistant")[i % 2], "content": draw(_MESSAGE_WORDS)} for i in range(n_messages)]
