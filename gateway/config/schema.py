@@ -286,7 +286,7 @@ class QueueConfig(_Section, frozen=True):
     )
     waiting_per_worker: Annotated[
         int,
-        Meta(ge=1, description="Requests waiting inside an engine (each rank) from which on it is sent no more."),
+        Meta(ge=1, description="Requests waiting inside an engine (each rank) from which on it has no room."),
     ] = 8
     max_requests: Annotated[
         int, Meta(ge=0, description="Requests of one model that may wait here; one more is answered 429.")
