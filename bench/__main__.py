@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 # name -> (module with `main(args) -> int`, what it measures)
 BENCHES: dict[str, tuple[str, str]] = {
     "trace": ("bench.trace", "fleets in simulated time: traces, arms, targets"),
+    "proxy": ("bench.proxy.command", "routers by themselves: CPU per request and per streamed chunk"),
     "micro": ("bench.micro", "index and planner operations on one core"),
 }
 

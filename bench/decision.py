@@ -20,7 +20,7 @@ from scorer.types import ChangeKind, EngineStats, Outcome, OutcomeKind, RequestF
 DECODERS, PREFILLERS = 64, 8
 PROMPT_TOKENS = 8192
 STREAMS = 20
-_HELD_BLOCKS = (0, 64, 128, 256, 400, 512)
+_HELD_SHARES = (0.0, 0.125, 0.25, 0.5, 0.78125, 1.0)
 _TTFT_S, _TPOT_S = 1.0, 0.03
 _NOW_S = 1.0
 
@@ -31,7 +31,7 @@ def bench_decision(rounds: int) -> dict[str, float]:
     for name, slo_ttft_s, slo_tpot_s in (("", _TTFT_S, _TPOT_S), ("_no_slo", None, None)):
         rng = random.Random(17)
         prompt = tokens(rng, PROMPT_TOKENS)
-        planner = _planner(rng, prompt.tolist(), slo_tpot_s)
+        planner = loaded_planner(rng, prompt.tolist(), slo_tpot_s)
         facts = [
             RequestFacts(
                 request_id=f"r{i}",
@@ -56,7 +56,8 @@ def bench_decision(rounds: int) -> dict[str, float]:
     return out
 
 
-def _planner(rng: random.Random, prompt: list[int], slo_tpot_s: float | None) -> Planner:
+def loaded_planner(rng: random.Random, prompt: list[int], slo_tpot_s: float | None) -> Planner:
+    """Over a fleet at work that holds different parts of `prompt`, from nothing to all of it."""
     fleet, index = Fleet(), PrefixIndex()
     planner = Planner(fleet, index, pd_policy="cost")
     roles = {f"d{i}": Role.DECODE for i in range(DECODERS)} | {f"p{i}": Role.PREFILL for i in range(PREFILLERS)}
@@ -79,7 +80,7 @@ def _planner(rng: random.Random, prompt: list[int], slo_tpot_s: float | None) ->
         fleet.set_stats(name, stats)
         worker.publishes_events = True
         planner.configure_worker(name)
-        held = rng.choice(_HELD_BLOCKS)
+        held = int(rng.choice(_HELD_SHARES) * (len(prompt) // BLOCK_SIZE))
         if held:
             hashes = [rng.getrandbits(64) for _ in range(held)]
             index.apply(name, 0, decode_batch(frame(hashes, None, prompt[: held * BLOCK_SIZE], held)))

@@ -21,20 +21,27 @@ from gateway.config import Config
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
-from gateway.discovery import Discovery
+from gateway.discovery import Discovery, Source
+from gateway.discovery.roster import Roster
 from gateway.engine.available import Available
 from gateway.engine.capabilities import Capabilities
 from gateway.engine.health import Health, HealthSettings, State
+from gateway.engine.look_again import LookAgain
 from gateway.engine.scraper import Scraper, ScrapeSettings
 from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
 from gateway.learned import LearnedFile, learned_path
+from gateway.leaving import Leaving
+from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.peer import PoolSettings
 from gateway.proxy.upstream import UpstreamPool
 from gateway.publishing import Publishing
+from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
+from gateway.stored import StoredResponses
+from gateway.tenancy import Tenancy
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
 from indexer import PrefixIndex
@@ -42,11 +49,11 @@ from scorer.cost import CostModel
 from scorer.fleet import Fleet
 from scorer.kind import EngineKind
 from scorer.planner import Planner
+from scorer.sessions import SessionSettings
 from scorer.types import ChangeKind, EngineStats, WorkerChange
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
-_KEEP_DRAINED_S = 60.0
 _PROGRESS = ("prompt_tokens", "generation_tokens", "kv_usage", "running", "waiting", "prefill_time_sum_s")
 # A reading this overdue was not just a little late.
 _LATE_INTERVALS = 2.5
@@ -73,10 +80,10 @@ class Core:
             pd_policy=config.pd.policy or "local",
             peers=config.pd.peers,
             optimistic_ttl_s=config.scorer.optimistic_ttl_s,
+            sessions=session_settings(config),
         )
         self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)
         self.tokens = TokenService(token_settings(config), rng=self.rng)
-        self.reader = RequestReader(self.fleet, self.tokens, slo(config))
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
@@ -93,7 +100,25 @@ class Core:
             )
         )
         self.capabilities: dict[str, Capabilities] = {}
+        self.stored = StoredResponses(config.gateway.stored_responses)
+        self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders)
+        self.look_again = LookAgain(
+            lambda: self.scraper.read_models(self.fleet.workers), config.health.scrape_interval_s
+        )
+        self.reader = RequestReader(
+            self.fleet,
+            self.tokens,
+            slo(config),
+            session_header=config.scorer.session_header,
+            holder_of=self.holders.find,
+            look_again=self.look_again,
+            try_unknown=config.gateway.unknown_models == "try",
+        )
         self.up = Available(self.fleet.workers, self.available)
+        self.tenancy = Tenancy.of(config.tenancy, os.environ)
+        self.queue = Queue(
+            config.queue, self.planner, self.up, self.metrics, self.rng, by_tenant=self.tenancy.by_tenant
+        )
         self.handoffs = assemble(
             config.pd,
             planner=self.planner,
@@ -103,6 +128,7 @@ class Core:
             registry=self.metrics.registry,
             available=self.up,
             nixl_of=self._nixl_of,
+            told_lease_s=self._told_lease_s,
             rng=self.rng,
         )
         self.pairing = Pairing(
@@ -120,7 +146,8 @@ class Core:
         self._changes: dict[str, WorkerChange] = {}
         self._out: set[str] = set()
         """Ejected and not back yet."""
-        self._drained_s: dict[str, float] = {}
+        self.roster = Roster()
+        self.leaving = Leaving(self.planner, self.roster.is_held)
         self._was_empty = False
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
@@ -156,6 +183,7 @@ class Core:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.learned.close()
+        await self.look_again.close()
         await self.scraper.stop()
         await asyncio.to_thread(self.ingest.stop)
         await self.tokens.close()
@@ -180,9 +208,16 @@ class Core:
         """
         return self.available(worker) and self.scraper.reachable(worker) is not False
 
+    def _decoders(self) -> list[str]:
+        return [worker.name for worker in self.fleet.workers.values() if worker.role.decodes]
+
     def _nixl_of(self, worker: str) -> str | None:
         change = self._changes.get(worker)
         return None if change is None else change.nixl_endpoint
+
+    def _told_lease_s(self, worker: str) -> float | None:
+        told = self.capabilities.get(worker)
+        return None if told is None or told.settings is None else told.settings.lease_s
 
     def heard_since(self, worker: str, since_s: float) -> bool:
         """Whether its engine has answered a scrape since then."""
@@ -191,15 +226,17 @@ class Core:
 
     def cache_cleared(self, worker: str) -> None:
         """Its prefix cache was emptied, which the engine itself announces only with its next request."""
-        self.index.clear(worker)
+        self.ingest.forget(worker, "its cache was emptied")
         self.planner.forget_blocks(worker)
 
-    def models_changed(self, worker: str) -> None:
-        """Adapters came or went: ask at once instead of within the models interval."""
-        change = self._changes.get(worker)
-        if change is not None and change.url is not None:
-            self.scraper.remove(worker)
-            self.scraper.add(worker, change.url)
+    async def models_changed(self, worker: str) -> None:
+        """Adapters came or went: ask at once."""
+        await self.scraper.read_models([worker])
+
+    def take(self, source: Source, change: WorkerChange) -> None:
+        """Take in what one source says of a worker."""
+        for each in self.roster.take(source, change):
+            self.apply(each)
 
     def apply(self, change: WorkerChange) -> None:
         """Take in one change of the fleet."""
@@ -211,9 +248,9 @@ class Core:
         if change.kind is ChangeKind.REMOVED:
             self._forget(name)
             return
-        self._drained_s.pop(name, None)
         if change.kind is ChangeKind.DRAINING:
             return
+        self.leaving.stays(name)
         if change.url is None:
             _log.error("discovery names worker %s without a URL; it is left out", name)
             self._forget(name)
@@ -221,30 +258,35 @@ class Core:
         self._changes[name] = change
         if before is not None and before.url != change.url:  # Another server under the same name.
             self._forget_engine(name)
-        self.upstreams.set(name, change.url)
+        self.upstreams.set(name, change.url, change.server_name)
         self.health.add(name, time.monotonic(), _group(change, self.capabilities.get(name)))
         self.metrics.add_worker(name)
         self.hits.add_worker(name)
-        self.planner.configure_worker(name)
-        self.scraper.add(name, change.url)
         if name in self.capabilities:
+            self._meet(name, change.weight)
             self._subscribe(name)
+        self.planner.configure_worker(name)
+        self.scraper.add(name, change.url, change.server_name)
 
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)
         self._changes.pop(name, None)
         self.pairing.gone(name)
         self._out.discard(name)
+        self.leaving.stays(name)
+        self.roster.gone(name)
         self._forget_engine(name)
         self.scraper.remove(name)
         self.health.remove(name)
         self.upstreams.remove(name)
         self.metrics.remove_worker(name)
         self.hits.remove_worker(name)
+        self.queue.forget(name)
         self.planner.configure_worker(name)
         self._declare_models()
 
     def _forget_engine(self, name: str) -> None:
+        self.stored.lost(name)
         self.publishing.forget(name)
         self.pairing.restarted(name)
         self.cache_cleared(name)
@@ -259,6 +301,7 @@ class Core:
             return
         before = known.stats
         self.fleet.set_stats(worker, stats)
+        self.queue.scraped(known)
         self.health.checked(worker, True, stats.scraped_at_s)
         if before is None:
             self.pairing.compare(worker)
@@ -275,8 +318,7 @@ class Core:
         if known is None:
             return
         self.capabilities[worker] = capabilities
-        if self.planner.calibration.meet(worker, _kind(capabilities, known.weight)):
-            _log.warning("%s is another kind of engine than it was; what was learned of it is forgotten", worker)
+        self._meet(worker, known.weight)
         self.fleet.set_capabilities(
             worker,
             models=capabilities.models,
@@ -290,8 +332,13 @@ class Core:
         self._subscribe(worker)
         self._declare_models()
 
+    def _meet(self, worker: str, weight: float) -> None:
+        if self.planner.calibration.meet(worker, _kind(self.capabilities[worker], weight)):
+            _log.warning("%s is another kind of engine than it was; what was learned of it is forgotten", worker)
+
     def on_restart(self, worker: str, process_start_s: float | None) -> None:
         _log.info("%s restarted; what it held is forgotten", worker)
+        self.stored.lost(worker)
         self.health.restarted(worker, time.monotonic())
         known = self.fleet.workers.get(worker)
         self.pairing.restarted(worker, math.inf if known is None or known.stats is None else known.stats.scraped_at_s)
@@ -316,8 +363,9 @@ class Core:
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def _declare_models(self) -> None:
-        urls = {name: change.url for name, change in self._changes.items() if change.url is not None}
-        self._tokenizers.declare(urls, self.capabilities)
+        changes = self._changes.items()
+        addresses = {name: (it.url, it.server_name) for name, it in changes if it.url is not None}
+        self._tokenizers.declare(addresses, self.capabilities)
 
     # ---- tasks -------------------------------------------------------------------------------------------------------
 
@@ -355,19 +403,15 @@ class Core:
     async def _follow(self, discovery: Discovery) -> None:
         try:
             async for change in discovery.changes():
-                _guarded(partial(self.apply, change))
+                _guarded(partial(self.take, discovery.source, change))
         except Exception as exc:
             _log.exception("a discovery ended unexpectedly; the workers known stay")
             self.ended_discoveries.append(f"{type(discovery).__name__} ended: {exc}")
 
     def _remove_drained(self) -> None:
-        """A draining worker without work is kept for a while, with what is known of it, since many come back."""
-        now_s = time.monotonic()
-        for worker in list(self.fleet.workers.values()):
-            if not worker.draining or any(load.requests for load in worker.loads.values()):
-                self._drained_s.pop(worker.name, None)
-            elif now_s - self._drained_s.setdefault(worker.name, now_s) > _KEEP_DRAINED_S:
-                self.apply(WorkerChange(kind=ChangeKind.REMOVED, worker=worker.name))
+        for name in list(self.leaving.due(time.monotonic())):
+            _log.info("%s is gone", name)
+            self.apply(WorkerChange(kind=ChangeKind.REMOVED, worker=name))
 
 
 def _group(change: WorkerChange, capabilities: Capabilities | None) -> tuple[object, ...]:
@@ -424,6 +468,11 @@ def engine_headers(config: Config) -> dict[str, str]:
     """What our own requests to the engines carry."""
     key = os.environ.get(config.engine_api_key_env, "").strip() if config.engine_api_key_env else ""
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def session_settings(config: Config) -> SessionSettings:
+    scorer = config.scorer
+    return SessionSettings(mode=scorer.session_affinity, idle_s=scorer.session_idle_s, wait_s=scorer.session_wait_s)
 
 
 def slo(config: Config) -> Slo:

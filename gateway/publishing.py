@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 
 from gateway.config.schema import EventsConfig
 from gateway.engine.capabilities import EventSource
 from gateway.engine.feed import FeedStatus, IngestSettings
+from gateway.engine.silence import Silence
 from gateway.engine.subscriber import EventIngest
 from indexer import EventBatch
 from scorer.fleet import Worker
@@ -28,6 +30,10 @@ class Publishing:
         self._loop = asyncio.get_running_loop()
         self._heard: set[tuple[str, int]] = set()
         """Whose events began to arrive, so that not every batch is looked at."""
+        self._silence = Silence()
+        self._told: set[tuple[str, int]] = set()
+        """Ranks whose silence is in the log."""
+        self._told_refused: set[str] = set()
         self.ingest = EventIngest(
             planner.index,
             bind_endpoint=events.bind_endpoint if self._shared else None,
@@ -68,9 +74,29 @@ class Publishing:
     def forget(self, worker: str) -> None:
         self.ingest.remove(worker)
         self._heard = {(name, rank) for name, rank in self._heard if name != worker}
+        self._told = {(name, rank) for name, rank in self._told if name != worker}
+        self._told_refused.discard(worker)
+        self._silence.forget(worker)
+
+    def sent(self, worker: str, rank: int, new_tokens: int) -> None:
+        """A prompt went there, of which so many tokens are not held there."""
+        known = self._planner.fleet.workers.get(worker)
+        size = None if known is None else known.block_size()
+        self._silence.sent(worker, rank, new_tokens // size if size else 0)
+
+    def unannounced(self, feed: FeedStatus) -> int:
+        """Prompts in a row that a connected rank said nothing of, though they must have made events there; 0: no sign
+        of that.
+        """
+        return self._silence.prompts(feed, time.monotonic()) if feed.endpoint_state in EVENTS_UP else 0
+
+    def speaks(self, feed: FeedStatus) -> bool:
+        """Whether what is known of the rank is what it holds."""
+        return is_speaking(feed) and not self.unannounced(feed)
 
     def restarted(self, worker: str, process_start_s: float | None) -> None:
         """Its process is another one: a new epoch."""
+        self._silence.forget(worker)
         if any(name == worker for name, _ in self.ingest.status()):
             self.ingest.process_restarted(worker, "process start time", process_start_s)
         else:
@@ -82,8 +108,28 @@ class Publishing:
         for (name, _), feed in self.ingest.status().items():
             feeds.setdefault(name, []).append(feed)
         for worker in self._planner.fleet.workers.values():
-            mine = feeds.get(worker.name, ())  # Their ranks are the batches' own, which may be other numbers.
-            self._set(worker, len(mine) >= len(worker.loads) and all(map(is_speaking, mine)))
+            mine = feeds.get(worker.name, [])  # Their ranks are the batches' own, which may be other numbers.
+            self._silence.look(mine, time.monotonic())
+            self._tell_silence(mine)
+            self._set(worker, len(mine) >= len(worker.loads) and all(map(self.speaks, mine)))
+        self._tell_refused()
+
+    def _tell_silence(self, feeds: list[FeedStatus]) -> None:
+        for feed in feeds:
+            key, prompts = (feed.worker, feed.rank), self.unannounced(feed)
+            if prompts and key not in self._told:
+                self._told.add(key)
+                _log.warning("rank %d of %s announced nothing of %d new prompts", feed.rank, feed.worker, prompts)
+            elif not prompts:
+                self._told.discard(key)
+
+    def _tell_refused(self) -> None:
+        for worker, _ in self._planner.index.refused_events():
+            if worker not in self._told_refused:
+                self._told_refused.add(worker)
+                _log.warning(
+                    "%s announces blocks of a lower tier in finer pieces than its GPU's; they are not followed", worker
+                )
 
     def _set(self, worker: Worker, publishing: bool) -> None:
         if worker.publishes_events == publishing:

@@ -9,26 +9,37 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from gateway import form
 from gateway.bad_request import BadRequest as BadRequest
 from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
+from gateway.stored import LONGEST_ID, Place
 from gateway.tokens import Tokens, TokenService
+from gateway.tokens.references import media_links
+from indexer import Link
 from scorer.fleet import Fleet
 from scorer.types import PdReason, RequestFacts, TokenSource
 
 _BYTES_PER_TOKEN = 4
 """For bodies without a prompt we could read: enough to tell long from short."""
 _LARGE_AT_ONCE = 2
-_FORM_SCAN_BYTES = 64 << 10
+_BYTES_PER_MEDIA_TOKEN = 256
+"""Of files in forms: between MP3 (160 bytes a token of Whisper) and WAV (640)."""
+_FORM_FIELDS = frozenset({"model", "stream"})
+_TRUE = frozenset({"true", "1", "on", "yes", "t", "y"})
+"""In forms, as pydantic reads them."""
 _MOST_TOKENS = 1 << 31
 _MOST_SEQUENCES = 1 << 14
 """Larger numbers in a body say nothing about its cost: an engine refuses them, and floats cannot hold them all."""
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+HolderOf = Callable[[str, Mapping[str, str]], Awaitable[Place]]
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,26 +65,31 @@ def decode_body(body: bytes) -> dict[str, Any]:
     return decoded
 
 
-def form_model(body: bytes) -> str | None:
-    """The `model` field of a multipart body, looked for near its two ends (the file may come before or after it)."""
-    for part in (body[:_FORM_SCAN_BYTES], body[-_FORM_SCAN_BYTES:]):
-        at = part.find(b'name="model"')
-        if at < 0:
-            continue
-        _, found, rest = part[at:].partition(b"\r\n\r\n")
-        value, ended, _ = rest.partition(b"\r\n")
-        if found and ended:
-            return value.decode("utf-8", "replace").strip() or None
-    return None
-
-
 class RequestReader:
     """Fills `RequestFacts`. Token ids are made by `tokens`, off the event loop."""
 
-    def __init__(self, fleet: Fleet, tokens: TokenService, slo: Slo | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        tokens: TokenService,
+        slo: Slo | None = None,
+        *,
+        session_header: str = "x-session-id",
+        holder_of: HolderOf | None = None,
+        look_again: Callable[[], Awaitable[None]] | None = None,
+        try_unknown: bool = False,
+    ) -> None:
+        """`holder_of(response_id, headers)` says where a stored response is, or raises what the client is told.
+        `look_again` brings the fleet's models up to date. `try_unknown`: a model that nobody lists is taken for an
+        adapter of the only base model, which an engine may load when it is asked.
+        """
+        self._session_header = session_header.lower()
         self._fleet = fleet
         self._tokens = tokens
         self._slo = slo or Slo()
+        self._holder_of = holder_of
+        self._look_again = look_again
+        self._try_unknown = try_unknown
         self._large_at_once = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request_id: str, kind: str | None, body: bytes, headers: Mapping[str, str]) -> RequestFacts:
@@ -83,20 +99,40 @@ class RequestReader:
         """
         content_type = headers.get("content-type", "")
         if content_type.startswith("multipart/"):
-            return self._opaque(request_id, form_model(body), len(body), headers, keep_local=PdReason.NOT_READABLE)
+            texts = form.fields(content_type, body, _FORM_FIELDS)
+            fields: dict[str, Any] = {**texts, "stream": texts.get("stream", "").lower() in _TRUE}
+            n_tokens = len(body) // _BYTES_PER_MEDIA_TOKEN
+            return await self._opaque(request_id, fields, n_tokens, headers, keep_local=PdReason.NOT_READABLE)
         if headers.get("content-encoding", "identity") != "identity":
             # The engine may know how to read it.
-            return self._opaque(request_id, None, len(body), headers, keep_local=PdReason.NOT_READABLE)
+            return await self._opaque(
+                request_id, {}, len(body) // _BYTES_PER_TOKEN, headers, keep_local=PdReason.NOT_READABLE
+            )
         cut_tokens, left_out = 0, False
         if len(body) <= LARGE_BYTES:
             fields = decode_body(body)
         else:
             fields, left_out, cut_tokens = await self._large(body, kind)
-        model = self._model(fields.get("model"))
+        if kind == "responses" and isinstance(previous := fields.get("previous_response_id"), str) and previous:
+            facts = await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
+            return await self._follow_up(facts, previous, headers)
+        return await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
+
+    async def _read(
+        self,
+        request_id: str,
+        kind: str | None,
+        body: bytes,
+        headers: Mapping[str, str],
+        fields: Mapping[str, Any],
+        left_out: bool,
+        cut_tokens: int,
+    ) -> RequestFacts:
         if kind is None or left_out:
             keep_local = PdReason.NOT_GENERATION if kind is None else PdReason.NOT_READABLE
-            return self._opaque(request_id, model, len(body), headers, fields, keep_local=keep_local)
-        prompts = await self._tokens.tokens_for(kind, fields, model)
+            return await self._opaque(request_id, fields, len(body) // _BYTES_PER_TOKEN, headers, keep_local=keep_local)
+        model, lora = await self._served(fields.get("model"))
+        prompts = await self._tokens.tokens_for(kind, fields, model, body_bytes=len(body))
         routed = max(prompts, key=_known_tokens)
         n_sequences = _positive(fields.get("n"), _MOST_SEQUENCES) or 1
         ids = None if routed.ids is None else routed.ids[: 4 * MOST_TOKENS]
@@ -108,17 +144,40 @@ class RequestReader:
             tokens=ids,
             exact_prefix_tokens=len(ids) // 4 if is_prefix and ids is not None else None,
             token_source=TokenSource(routed.source),
-            lora=self._lora(model),
+            lora=lora,
             cache_salt=_text(fields.get("cache_salt")),
+            media_links=await self._media_links(kind, fields, len(body)) if routed.media_parts else (),
             max_output_tokens=next(filter(None, (_positive(fields.get(f)) for f in _MAX_TOKENS_FIELDS)), None),
             n_sequences=n_sequences * len(prompts),
             streaming=fields.get("stream") is True,
             keep_local=self._kept_local(kind, body, fields, routed, len(prompts)),
-            priority=_integer(fields.get("priority")) or 0,
-            session=headers.get("x-session-id"),
+            priority=_priority(headers, fields),
+            session=headers.get(self._session_header),
             slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
             slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
         )
+
+    async def session(self, request_id: str, model: str | None, headers: Mapping[str, str]) -> RequestFacts:
+        """Of a connection that lives long and has no prompt yet. Raises BadRequest."""
+        return await self._opaque(request_id, {"model": model}, 1, headers, keep_local=PdReason.NOT_GENERATION)
+
+    async def _follow_up(self, facts: RequestFacts, previous: str, headers: Mapping[str, str]) -> RequestFacts:
+        """To the worker that has the response it follows, and the rank that has its KV."""
+        if self._holder_of is None:
+            return facts
+        place = await self._holder_of(previous, headers)
+        holder = self._fleet.workers.get(place.worker)
+        if holder is not None and holder.serves(facts.model) is False:
+            text = f"The response `{previous[:LONGEST_ID]}` is held by a worker that does not serve `{facts.model}`."
+            raise BadRequest(text, param="previous_response_id")
+        ranks = () if holder is None else holder.loads
+        rank = place.rank if place.rank in ranks and len(ranks) > 1 else None
+        return msgspec.structs.replace(facts, subset=frozenset({place.worker}), rank=rank)
+
+    async def _media_links(self, kind: str, fields: Mapping[str, Any], n_bytes: int) -> tuple[Link, ...]:
+        if n_bytes <= LARGE_BYTES:
+            return media_links(kind, fields)
+        return await asyncio.to_thread(media_links, kind, fields)  # Images as data: URIs may be many MB.
 
     def _kept_local(
         self, kind: str, body: bytes, fields: Mapping[str, Any], routed: Tokens, n_prompts: int
@@ -136,25 +195,24 @@ class RequestReader:
             raise BadRequest("The request body is not a valid JSON object.", code="invalid_json")
         return large
 
-    def _opaque(
+    async def _opaque(
         self,
         request_id: str,
-        model: str | None,
-        n_bytes: int,
+        fields: Mapping[str, Any],
+        n_tokens: int,
         headers: Mapping[str, str],
-        fields: Mapping[str, Any] | None = None,
         *,
         keep_local: PdReason,
     ) -> RequestFacts:
-        name = self._model(model)
+        model, lora = await self._served(fields.get("model"))
         return RequestFacts(
             request_id=request_id,
-            model=name,
-            prompt_tokens=n_bytes // _BYTES_PER_TOKEN,
-            lora=self._lora(name),
-            streaming=fields is not None and fields.get("stream") is True,
+            model=model,
+            prompt_tokens=n_tokens,
+            lora=lora,
+            streaming=fields.get("stream") is True,
             keep_local=keep_local,
-            session=headers.get("x-session-id"),
+            session=headers.get(self._session_header),
         )
 
     def _model(self, model: object) -> str:
@@ -162,18 +220,29 @@ class RequestReader:
             return model
         if model is not None and model != "":
             raise BadRequest("`model` must be a string.", param="model")
-        bases = [worker.models for worker in self._fleet.workers.values() if worker.models]
-        common = frozenset.intersection(*bases) if bases else frozenset()
-        if not common and bases:
+        common = self._only_base()
+        if not common and any(worker.models for worker in self._fleet.workers.values()):
             raise BadRequest("You must provide a `model` parameter: several models are served here.", param="model")
         return min(common, default="")
 
-    def _lora(self, model: str) -> str | None:
-        """`model` if it names an adapter of some worker."""
-        for worker in self._fleet.workers.values():
-            if model in worker.adapters:
-                return model
-        return None
+    def _only_base(self) -> frozenset[str]:
+        """The names that all workers have for their base model; none if they serve several."""
+        bases = [worker.models for worker in self._fleet.workers.values() if worker.models]
+        return frozenset.intersection(*bases) if bases else frozenset()
+
+    async def _served(self, named: object) -> tuple[str, str | None]:
+        """(model, adapter) that a request asks for by one name."""
+        model = self._model(named)
+        workers = self._fleet.workers.values()
+        if self._look_again is not None and model and not any(worker.serves(model) for worker in workers):
+            await self._look_again()
+        if any(model in worker.adapters for worker in workers):
+            return model, model
+        if self._try_unknown and model and not any(worker.serves(model) for worker in workers):
+            common = self._only_base()
+            if common:
+                return min(common), model
+        return model, None
 
 
 def _known_tokens(prompt: Tokens) -> int:
@@ -183,6 +252,14 @@ def _known_tokens(prompt: Tokens) -> int:
 def _positive(value: object, most: int = _MOST_TOKENS) -> int | None:
     number = _integer(value)
     return number if number is not None and 0 < number <= most else None
+
+
+def _priority(headers: Mapping[str, str], fields: Mapping[str, Any]) -> int:
+    """As vLLM reads it: the lower the sooner, and the header, where there is one, instead of the field."""
+    try:
+        return _integer(int(headers["x-vllm-priority"])) or 0
+    except (KeyError, ValueError):
+        return _integer(fields.get("priority")) or 0
 
 
 def _integer(value: object) -> int | None:

@@ -8,8 +8,13 @@ from gateway.config import Config
 from gateway.config.flags import GATEWAY_ALIASES
 from gateway.core import Core
 from gateway.discovery import Discovery
+from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.models import PATH as MODELS
 from gateway.proxy.models import ModelList
+from gateway.proxy.realtime import PATH as REALTIME
+from gateway.proxy.routes import WORKERS
+from gateway.proxy.stored_pages import StoredPages
+from gateway.proxy.workers import WorkersPage
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader, no_hints
 from gateway.sidecar.targets import Targets
@@ -38,8 +43,12 @@ class Gateway(Service):
             controlled=lambda: sorted(core.fleet.workers),
         )
         models = ModelList(core.upstreams, lambda: list(core.fleet.workers))
-        self.plane.pages = {**self.faces.public(), MODELS: models.page}
-        self.plane.prefixes = {MODELS + "/": models.page}
+        self.plane.pages = {**self.faces.public(), MODELS: models.page, REALTIME: self.realtime.page}
+        stored = StoredPages(self.plane, core.holders)
+        self.plane.prefixes = {MODELS + "/": models.page, RESPONSES: stored.page}
+        workers = WorkersPage(core)
+        self.admin.pages[WORKERS] = workers.page
+        self.admin.prefixes[WORKERS + "/"] = workers.below
         self.listen(settings.host, settings.port)
 
     def upkeep(self) -> None:

@@ -15,17 +15,19 @@ import msgspec
 
 from gateway.cli import Parser
 from gateway.config import Config, load_config
-from gateway.config.flags import Aliases, add_config_flags, parse_flags
+from gateway.config.flags import Aliases, add_config_flags, flags_of, parse_flags
 from gateway.core import Core
 from gateway.debug.faces import AdminPort, Faces
-from gateway.discovery import Discovery, FileDiscovery, StaticDiscovery
+from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, StaticDiscovery
 from gateway.errors import UserError
 from gateway.http1.listener import Listener
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
 from gateway.proxy.incoming import Sender
 from gateway.proxy.parts import Parts
-from gateway.proxy.routes import CONTROLS
+from gateway.proxy.realtime import Realtime
+from gateway.proxy.reset import IndexReset
+from gateway.proxy.routes import CONTROLS, RESET
 from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
 from gateway.sidecar.hints import Hints
 from gateway.tls import client_context, serving_certificate
@@ -74,22 +76,34 @@ class Service:
                 prefixes=core.prefixes,
                 access=self.access,
                 recorder=core.recorder,
+                stored=core.stored,
                 rng=core.rng,
                 max_body_bytes=config.gateway.max_body_bytes,
                 response_headers=config.gateway.response_headers,
                 handoffs=core.handoffs,
                 heard_since=core.heard_since,
+                sent=core.publishing.sent,
                 hints=hints,
                 unreachable_status=unreachable_status,
+                queue=core.queue,
+                tenancy=core.tenancy,
             ),
             max_concurrency=config.gateway.max_concurrency,
+        )
+        self.realtime = Realtime(
+            self.plane.parts,
+            self.plane,
+            tls=client_context(config.tls),
+            connect_timeout_s=config.gateway.connect_timeout_s,
+            longest_s=config.gateway.request_timeout_s,
         )
         self.faces = Faces(
             core, self.access, draining=lambda: self.plane.draining, in_flight=lambda: self.plane.in_flight
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
-        pages = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()})
-        self._admin = HttpServer(pages.handle, admin_host, admin_port)
+        self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()})
+        self.admin.pages[RESET] = IndexReset(core, controls).page
+        self._admin = HttpServer(self.admin.handle, admin_host, admin_port)
         self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)
         self._upkeep: asyncio.Task[None] | None = None
@@ -131,12 +145,14 @@ class Service:
         return left
 
     async def close(self) -> None:
+        self.core.queue.close()  # Who still waits is answered instead of cut.
         self.core.recorder.end(_GOING_DOWN)
         if self._upkeep is not None:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)
         for server in (*self.listeners, self._admin):
             await server.close()
+        await self.realtime.close()
         await self.core.close()
         await self.access.close()
 
@@ -170,14 +186,26 @@ class Service:
 
 
 def known_workers(config: Config) -> list[Discovery]:
-    """Those that the configuration names, and those of its workers file. Raises NameClashError."""
-    static = StaticDiscovery(config.workers)
-    return [static] if config.workers_file is None else [static, FileDiscovery(config.workers_file)]
+    """Those that the configuration names, those of its workers file and those found by DNS. Raises NameClashError."""
+    found: list[Discovery] = [StaticDiscovery(config.workers)]
+    if config.workers_file is not None:
+        found.append(FileDiscovery(config.workers_file))
+    if config.discovery.dns:
+        found.append(DnsDiscovery(config.discovery.dns, interval_s=config.discovery.interval_s))
+    return found
 
 
 def with_policy(config: Config, policy: str) -> Config:
     """`config` with the disaggregation policy in force, which differs from face to face."""
     return msgspec.structs.replace(config, pd=msgspec.structs.replace(config.pd, policy=policy))
+
+
+def tune_interpreter() -> None:
+    """For a process that serves: threads give way sooner, and what is there by now is not collected."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 def run(
@@ -187,15 +215,12 @@ def run(
     parser = Parser(prog=prog, description=description)
     add_config_flags(parser, aliases)
     options, given, unknown = parse_flags(parser, args)
-    config = load_config(options.config, os.environ, given, unknown)
+    config = load_config(options.config, os.environ, given, unknown, flags_of(parser))
     for check in (serving_certificate, client_context):
         check(config.tls)  # What is wrong with the files is said before anything is opened.
     set_up_logging(config)
     raise_file_limit()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    tune_interpreter()
     import uvloop
 
     try:

@@ -6,6 +6,7 @@ from indexer.keys import MediaSpan
 from indexer.match import Holder, Match
 from indexer.prefix import PrefixIndex
 from indexer.prompt import Prompt
+from indexer.references import Link, MediaReferences, Recalled
 from indexer.stream import Apply, Clear, FrameError, Replay, Stream, parse_frames
 
 __all__ = [
@@ -16,10 +17,13 @@ __all__ = [
     "EventDecodeError",
     "FrameError",
     "Holder",
+    "Link",
     "Match",
+    "MediaReferences",
     "MediaSpan",
     "PrefixIndex",
     "Prompt",
+    "Recalled",
     "Replay",
     "Stream",
     "decode_batch",

@@ -93,6 +93,10 @@ class ApproximateIndex:
             del self._holders[assumed.bit]
             self._free_bits.append(assumed.bit)
 
+    def blocks(self, worker: str) -> int:
+        """Blocks assumed on all its ranks."""
+        return sum(len(assumed.blocks) for (name, _), assumed in self._assumed.items() if name == worker)
+
     def assume(
         self,
         worker: str,

@@ -309,14 +309,45 @@ class Ingest:
         if sum(len(event.block_hashes) for event in events) <= SLICE_BLOCKS:
             with self._lock:
                 if self._table.is_current(state):
-                    for event in events:
-                        self._remove_slice(state, event, 0, len(event.block_hashes))
+                    self._remove_all(state, events)
             return
         for event in events:
             for start in range(0, len(event.block_hashes), SLICE_BLOCKS):
                 with self._lock:
                     if self._table.is_current(state):
                         self._remove_slice(state, event, start, start + SLICE_BLOCKS)
+
+    def _remove_all(self, state: HolderState, events: list[BlockRemoved]) -> None:
+        """`_remove_slice` for each, with the common case, one map and no copies, spelled out."""
+        place: Any = None
+        entries: EntryMap | None = None
+        dropped = 0
+        for event in events:
+            here = (event.medium, event.locality, event.group_idx)
+            if here != place:
+                place, entries = here, self._only_map(state, event)
+            hashes: list[Any] = event.block_hashes
+            if entries is None or entries.copies or event.remaining_copy_counts is not None:
+                self._remove_slice(state, event, 0, len(hashes))
+                continue
+            own = entries.own
+            for h in hashes:
+                key = own.pop(h, None)
+                if key is None:
+                    if not self._remove_orphan(state, (entries.tier, entries.group, h), None):
+                        state.counters["unknown_removed_blocks"] += 1
+                else:
+                    dropped += 1
+                    self._table.release(state, entries.tier, key)
+        state.removed += dropped
+
+    @staticmethod
+    def _only_map(state: HolderState, event: BlockRemoved) -> EntryMap | None:
+        group = event.group_idx or 0
+        if not state.group_counts.get(group, group == 0):
+            return None
+        maps = state.maps.get((tier_of(event.medium, event.locality), group), ())
+        return maps[0] if len(maps) == 1 else None
 
     def _remove_slice(self, state: HolderState, event: BlockRemoved, start: int, stop: int) -> None:
         hashes: list[Any] = event.block_hashes

@@ -162,6 +162,11 @@ class PrefixIndex:
             state = self._table.states.get((worker, rank))
             return state is not None and bool(self._table.planes[GPU].holders(key) & state.bit)
 
+    def blocks(self, worker: str) -> int:
+        """Blocks all its ranks' events say they hold, of all tiers together."""
+        with self._lock:
+            return sum(state.entries for (name, _), state in self._table.states.items() if name == worker)
+
     def resident_blocks(self, worker: str, rank: int) -> int:
         """Blocks the rank's events say it holds, of all tiers together."""
         state = self._table.states.get((worker, rank))
@@ -247,6 +252,13 @@ class PrefixIndex:
                 self._masks.clear()
             self._masks[mask] = found
         return found
+
+    def refused_events(self) -> dict[Holder, int]:
+        """Events whose blocks cannot be followed (finer than the GPU's, or of too many sizes), where there were any."""
+        with self._lock:
+            states = self._table.states.items()
+            counted = {holder: state.counters.get("refused_block_size_events", 0) for holder, state in states}
+        return {holder: n for holder, n in counted.items() if n}
 
     def stats(self) -> dict[str, Any]:
         """Counts for people and metrics (JSON-ready): memory, keys by tier, and what each worker's ranks hold."""

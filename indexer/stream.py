@@ -11,7 +11,8 @@ An engine numbers its batches from 0 per process and repeats its latest ones on 
 is a gap (fetch it), one that goes back is a new process (clear, fetch from 0), and the same number again is either the
 same batch (ignore) or, with another timestamp or content, a new process. An idle engine says nothing, so after a
 reconnect the last batch is fetched again and compared; in doubt everything is cleared. When the engine's own history
-is too short, what is known stays and the stream is marked `partial`.
+is too short, what is known stays and the stream is marked `partial`. When somebody says that the engine's cache was
+emptied, what it published before is not asked for again: the stream goes on with the next batch, whatever its number.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class Stream:
         self.partial = False
         self.epoch = 0
         self.next_seq = 0
+        self.skips = False
+        """Whether what was published before the next batch is to be left alone."""
         self.counters: Counter[str] = Counter()
         self._buffer_batches = buffer_batches
         self._replay_attempts = replay_attempts
@@ -110,7 +113,7 @@ class Stream:
 
     def connected(self) -> list[Action]:
         """A connection to the engine is up, for the first time or again."""
-        if not self.can_replay:
+        if not self.can_replay or self.skips:
             return []
         # what came over the old connection may be of another process; if not, the replay brings it again
         self._buffer.clear()
@@ -126,11 +129,25 @@ class Stream:
             actions.append(self._ask(0))
         return actions
 
+    def forgotten(self, reason: str) -> list[Action]:
+        """The engine's cache was emptied by hand, of which its events may not tell yet."""
+        self.counters["forgotten"] += 1
+        self.phase = Phase.LIVE
+        self.skips = True
+        self._buffer.clear()
+        self._replay_id += 1
+        self._attempt = 0
+        self._verifying = False
+        return [Clear(reason)]
+
     def live(self, seq: int, payload: bytes, batch: EventBatch) -> list[Action]:
         """A batch was published."""
         message = _Batch(seq, (batch.ts, xxhash.xxh3_64_intdigest(payload)), batch)
         if self.phase is Phase.REPLAYING:
             return self._live_while_replaying(message)
+        if self.skips and self._seen.get(seq) != message.identity:
+            self.skips = False
+            return [self._take(message)]
         if self.phase is Phase.JOINING and not self.can_replay:
             self.phase = Phase.LIVE
             if seq > 0:
@@ -263,7 +280,7 @@ class Stream:
     def _new_epoch(self, reason: str) -> Clear:
         self.epoch += 1
         self.counters["epochs"] += 1
-        self.partial = False
+        self.partial = self.skips = False
         self.next_seq = 0
         self._seen.clear()
         self._verifying = False

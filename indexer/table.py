@@ -110,7 +110,7 @@ class Table:
         freed = 0
         while own and freed < max_blocks:
             # popitem, as each scan of a dict from an end passes over all that was removed there before
-            self._release(state, entries, own.popitem()[1])
+            self.release(state, entries.tier, own.popitem()[1])
             freed += 1
         return freed
 
@@ -228,15 +228,16 @@ class Table:
     def drop_entry(self, state: HolderState, entries: EntryMap, h: int) -> None:
         if entries.copies:
             entries.copies.pop(h, None)
-        self._release(state, entries, entries.own.pop(h))
+        self.release(state, entries.tier, entries.own.pop(h))
 
-    def _release(self, state: HolderState, entries: EntryMap, key: int) -> None:
+    def release(self, state: HolderState, tier: int, key: int) -> None:
+        """One of the holder's entries no longer has `key`."""
         state.entries -= 1
         self.entries -= 1
-        shared = state.shared[entries.tier]
+        shared = state.shared[tier]
         if shared and key in shared:
             shared[key] -= 1
             if not shared[key]:
                 del shared[key]
         else:
-            self.planes[entries.tier].remove(key, state.bit, state.loose[entries.tier])
+            self.planes[tier].remove(key, state.bit, state.loose[tier])

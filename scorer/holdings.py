@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from indexer import ApproximateIndex, Holder, Match, PrefixIndex, Prompt
+from indexer import ApproximateIndex, Holder, Link, Match, MediaReferences, PrefixIndex, Prompt
 from scorer.fleet import Worker
 from scorer.ledger import Booking
 from scorer.pricing import USUAL_BLOCK_SIZE
@@ -24,7 +24,7 @@ _AT_ONCE: Final = 64
 class Stay:
     """What a request has on one rank: its booking, and the blocks it is assumed (since `assumed_s`) to bring there."""
 
-    __slots__ = ("assumed_s", "booking", "holder", "keys", "worker")
+    __slots__ = ("assumed_s", "booking", "holder", "keys", "known_links", "media_links", "worker")
 
     def __init__(self, worker: Worker, holder: Holder, booking: Booking) -> None:
         self.worker = worker
@@ -32,6 +32,9 @@ class Stay:
         self.booking = booking
         self.keys: list[int] = []
         self.assumed_s = 0.0
+        self.media_links: tuple[Link, ...] = ()
+        self.known_links = 0
+        """Of them, how many had been computed on this rank before."""
 
 
 class Holdings:
@@ -43,6 +46,8 @@ class Holdings:
         """For workers without events."""
         self.optimistic = ApproximateIndex(ttl_s=optimistic_ttl_s, capacity_blocks=1 << 20)
         """For workers with events: what was just sent there and not announced yet."""
+        self.media = MediaReferences()
+        """Prompts with media in them, by reference."""
         self._unannounced: deque[tuple[float, Holder, list[int], float]] = deque()
 
     def configure(self, worker: Worker) -> None:
@@ -59,11 +64,16 @@ class Holdings:
     def remove(self, worker: str) -> None:
         for index in (self.index, self.approximate, self.optimistic):
             index.remove_worker(worker)
+        self.media.clear(worker)
 
     def forget(self, worker: str, rank: int | None = None) -> None:
         """Nothing assumed there holds any longer."""
         self.approximate.clear(worker, rank)
         self.optimistic.clear(worker, rank)
+        self.media.clear(worker, rank)
+
+    def assumed_blocks(self, worker: str) -> int:
+        return self.approximate.blocks(worker) + self.optimistic.blocks(worker)
 
     def held(self, facts: RequestFacts, prompt: Prompt, now_s: float) -> dict[Holder, Match]:
         """What each rank holds of the prompt, or is about to; those with nothing are left out."""
@@ -78,18 +88,43 @@ class Holdings:
                     held[holder] = match
         return held
 
+    def with_media(
+        self, facts: RequestFacts, held: dict[Holder, Match], now_s: float
+    ) -> tuple[dict[Holder, Match], dict[Holder, int]]:
+        """`held`, as far as that is likely with what was given to each rank by reference; and how many tokens of it are
+        known to be there: by `held`, or because an answer has said so.
+        """
+        recalled = self.media.match(facts.media_links, now_s)
+        likely = dict(held)
+        known: dict[Holder, int] = {}
+        for holder, media in recalled.items():
+            reach_tokens = 0 if (match := held.get(holder)) is None else match.reach_tokens
+            known[holder] = max(reach_tokens, media.confirmed_tokens)
+            if media.assumed_tokens > reach_tokens:
+                likely[holder] = Match(media.assumed_tokens, 0, 0, media.assumed_tokens, True)
+        return likely, known
+
     def assume(self, stay: Stay, facts: RequestFacts, prompt: Prompt | None, cached_tokens: int, now_s: float) -> None:
         """The prompt's blocks will come to be where the request stays, beyond the `cached_tokens` that are there."""
+        stay.assumed_s = now_s
+        if facts.media_links:
+            stay.media_links = facts.media_links
+            stay.known_links = self.media.assume(stay.media_links, stay.holder, now_s)
         if prompt is None:
             return
         worker = stay.worker
         index, known = self.approximate, 0
         if worker.publishes_events:
             index, known = self.optimistic, cached_tokens // (worker.block_size() or USUAL_BLOCK_SIZE)
-        stay.assumed_s = now_s
         stay.keys = index.assume(*stay.holder, prompt, now_s, model=facts.model, lora=facts.lora, first_block=known)
 
     def confirm(self, stay: Stay) -> None:
+        """Its prompt is computed."""
+        if stay.media_links:
+            self.media.computed(stay.media_links, stay.holder)
+        self._settle_announced(stay)
+
+    def _settle_announced(self, stay: Stay) -> None:
         """Give up the assumption when the worker's events have said so themselves."""
         if stay.keys and stay.worker.publishes_events and self.index.holds(*stay.holder, stay.keys[-1]):
             self.optimistic.retract(*stay.holder, stay.keys, stay.assumed_s)
@@ -97,13 +132,15 @@ class Holdings:
 
     def release(self, stay: Stay, prefilled: bool, now_s: float) -> None:
         """The request has left; its prompt was computed there or not."""
+        if stay.media_links and not prefilled:
+            self.media.retract(stay.media_links, stay.holder, stay.assumed_s)
         if not stay.keys:
             return
         if not stay.worker.publishes_events:
             if not prefilled:
                 self.approximate.retract(*stay.holder, stay.keys, stay.assumed_s)
             return
-        self.confirm(stay)
+        self._settle_announced(stay)
         if stay.keys and prefilled:
             self._unannounced.append((now_s + EVENT_GRACE_S, stay.holder, stay.keys, stay.assumed_s))
         elif stay.keys:
@@ -118,9 +155,11 @@ class Holdings:
             else:
                 self._unannounced.append((until_s, holder, keys, assumed_s))
 
-    def correct(self, stay: Stay, facts: RequestFacts, prompt: Prompt, cached_tokens: int) -> None:
-        """The engine found so many tokens cached: believed where it has no events."""
-        if not stay.worker.publishes_events:
+    def correct(self, stay: Stay, facts: RequestFacts, prompt: Prompt | None, cached_tokens: int) -> None:
+        """The engine found so many tokens cached: believed where its events do not tell."""
+        if stay.media_links:
+            self.media.confirm(stay.media_links, stay.holder, stay.known_links, cached_tokens)
+        if prompt is not None and not stay.worker.publishes_events:
             self.approximate.correct(
                 *stay.holder, prompt, cached_tokens, stay.assumed_s, model=facts.model, lora=facts.lora
             )

@@ -25,12 +25,14 @@ from scorer.peers import Peers
 from scorer.policies import POLICIES, TIE_S, Offer, Policy
 from scorer.pricing import Place, Pricer
 from scorer.remote import BEST, Choice, Remote
-from scorer.types import Candidate, Outcome, OutcomeKind, PdReason, Plan, Price, RequestFacts, Role
+from scorer.sessions import Sessions, SessionSettings, session_outcome
+from scorer.types import Candidate, Outcome, OutcomeKind, PdReason, Plan, Price, RequestFacts, Role, SessionOutcome
 
 CONSIDERED = 8
 _PREFILLS = 3
 """Of them, so many prefill workers at most, that the local ways are seen beside them."""
 _NOTHING = Match()
+_NO_TOKENS: Mapping[Holder, int] = {}
 
 
 class ModelNotFound(Exception):
@@ -90,6 +92,7 @@ class Planner:
         peers: bool = True,
         cost: CostModel | None = None,
         optimistic_ttl_s: float = 4.0,
+        sessions: SessionSettings | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"unknown policy {policy!r}; there are {', '.join(POLICIES)}")
@@ -100,12 +103,15 @@ class Planner:
         self.holdings = Holdings(index, optimistic_ttl_s)
         self.pairs = Pairs()
         self.calibration = Calibration()
+        self.sessions = Sessions(sessions or SessionSettings(), self.cost)
         self._pricer = Pricer(self.cost, self.calibration, index)
         remote = Remote(fleet, self._pricer, self.pairs, parse_policy(pd_policy))
         self._remote = Peers(fleet, self._pricer, self.pairs, remote, chosen=peers)
         self._learner = Learner(self.calibration, self.cost)
         self._choose: Policy = POLICIES[policy]
         self._flights: dict[str, _Flight] = {}
+        self._given_back: Prompt | None = None
+        """Of the last request that failed: it is planned anew at once, and need not be hashed again."""
         self._turns: dict[Holder, int] = {}
         self._turn = 0
 
@@ -118,6 +124,7 @@ class Planner:
         worker = self.fleet.workers.get(name)
         if worker is None:
             self.holdings.remove(name)
+            self.sessions.gone(name)
             self._turns = {holder: turn for holder, turn in self._turns.items() if holder[0] != name}
             return
         self._learner.recall(worker)
@@ -126,12 +133,13 @@ class Planner:
     def forget_blocks(self, worker: str, rank: int | None = None) -> None:
         """The worker's cache is gone (restart, reset): nothing assumed there holds any longer."""
         self.holdings.forget(worker, rank)
+        self.sessions.emptied(worker, self._turn)
 
     # ---- deciding ----------------------------------------------------------------------------------------------------
 
     def plan(self, facts: RequestFacts, available: Collection[str] | None, now_s: float, rng: random.Random) -> Plan:
         """Choose among `available` workers (None: all) and book. Raises ModelNotFound or NoWorker."""
-        prompt = _prompt(facts)
+        prompt = self._prompt(facts)
         decision = self._decide(facts, prompt, available, now_s, rng)
         plan, (worker, holder, load) = decision.plan, decision.decode
         choice = decision.choice
@@ -149,6 +157,8 @@ class Planner:
         decode = Stay(worker, holder, booking)
         self._turn += 1
         self._turns[holder] = self._turn
+        if plan.session is not None:
+            self.sessions.served(facts, decision.decode, plan.session, self._turn, now_s)
         flight = self._flights[facts.request_id] = _Flight(facts, plan, prompt, decode, decision.held)
         self.holdings.assume(decode, facts, prompt, plan.chosen.cached_tokens, now_s)
         if choice is not None:
@@ -215,7 +225,7 @@ class Planner:
             chosen=here,
             considered=considered,
             pd_reason=why,
-            reason=_reason(self.policy, considered, flight.facts),
+            reason=_reason(self.policy, considered, flight.facts, flight.plan.session),
         )
         return flight.plan
 
@@ -229,7 +239,20 @@ class Planner:
 
     def explain(self, facts: RequestFacts, available: Collection[str] | None, now_s: float, rng: random.Random) -> Plan:
         """The plan `plan` would make, with nothing booked."""
-        return self._decide(facts, _prompt(facts), available, now_s, rng).plan
+        return self._decide(facts, self._prompt(facts), available, now_s, rng).plan
+
+    def _prompt(self, facts: RequestFacts) -> Prompt | None:
+        if facts.tokens is None:
+            return None
+        known = self._given_back
+        if (
+            known is not None
+            and known.data is facts.tokens
+            and known.cache_salt == facts.cache_salt
+            and known.extra_keys is facts.extra_keys
+        ):
+            return known
+        return Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
 
     def _decide(
         self,
@@ -243,20 +266,28 @@ class Planner:
         places = self._places(facts, available)
         held = {} if prompt is None else self.holdings.held(facts, prompt, now_s)
         out = self._pricer.answer(facts).tokens
-        priced = self._pricer.local(facts, places, held, now_s, out_tokens=out)
+        likely, known = self.holdings.with_media(facts, held, now_s) if facts.media_links else (held, _NO_TOKENS)
+        priced = self._pricer.local(facts, places, likely, now_s, out_tokens=out)
+        of_session = self.sessions.applies(facts)
+        home = self.sessions.home(facts, places, now_s) if of_session else None
+        if home is not None:
+            at, tokens = home
+            priced[at] = self.sessions.preferred(facts, places[at], *priced[at], tokens), priced[at][1]
         judged = self._judge(facts, places, priced)
         turn, turns = self._turn, self._turns
         offers = [
             Offer(i, price.total_s, load.requests, cached, turn - turns.get(holder, -1))
             for i, ((_, holder, load), (price, cached)) in enumerate(zip(places, priced, strict=True))
         ]
-        best = self._choose(offers, rng)
+        bound = home is not None and self.sessions.strict and self.sessions.stays(priced[home[0]][0])
+        best = offers[home[0]] if home is not None and bound else self._choose(offers, rng)
         others = sorted((offers[i] for i in judged if i != best.position), key=lambda offer: offer.total_s)
         ranked = [best, *others][:CONSIDERED]
-        considered = tuple(_candidate(places[o.position], priced[o.position], held) for o in ranked)
+        considered = tuple(_candidate(places[o.position], priced[o.position], held, known) for o in ranked)
         decode = places[best.position]
         if self._remote.prices_decide(facts):
-            locals_ = [(c, places[o.position]) for c, o in zip(considered, ranked, strict=True)][:BEST]
+            most = 1 if bound else BEST
+            locals_ = [(c, places[o.position]) for c, o in zip(considered, ranked, strict=True)][:most]
             pd_reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s)
             if choices and choices[0].candidate.price.total_s >= considered[0].price.total_s - TIE_S:
                 considered = (considered[0], *_merged(considered[1:], choices))[:CONSIDERED]
@@ -268,15 +299,20 @@ class Planner:
             pd_reason, choices = self._remote.decide(facts, considered[0], decode, held, available, now_s, rng)
             if choices:
                 considered = (*(choice.candidate for choice in choices[:_PREFILLS]), *considered)[:CONSIDERED]
+        session = None
+        if of_session:
+            chosen, is_known = places.index(decode), self.sessions.is_known(facts, now_s)
+            session = session_outcome(is_known, home and home[0], chosen, self.sessions.strict)
         plan = Plan(
             request_id=facts.request_id,
             chosen=considered[0],
             considered=considered,
             policy=self.policy,
             n_candidates=len(places) + len(choices),
-            reason=_reason(self.policy, considered, facts),
+            reason=_reason(self.policy, considered, facts, session),
             pd_reason=pd_reason,
             decided_at_s=now_s,
+            session=session,
         )
         return _Decision(plan, decode, held.get(decode[1], _NOTHING), choices[0] if choices else None)
 
@@ -340,7 +376,7 @@ class Planner:
             self._learner.tokens(flight.facts, flight.trace, flight.decode.worker, load, outcome, now_s)
         elif kind is OutcomeKind.CACHED_TOKENS:
             self._learner.cached_tokens(flight.plan, flight.trace, outcome.n_tokens)
-            if flight.prompt is not None and not flight.plan.remote:
+            if not flight.plan.remote:
                 self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens)
         elif kind is OutcomeKind.PREFILL_DONE:
             if flight.prefill is not None:
@@ -353,7 +389,11 @@ class Planner:
         elif kind in (OutcomeKind.END, OutcomeKind.ERROR, OutcomeKind.CANCELLED):
             del self._flights[request_id]
             decode = flight.decode
-            if kind is OutcomeKind.END:
+            if outcome.worker_failed and flight.plan.session is not None:
+                self.sessions.failed(flight.facts, decode.holder)
+            if kind is not OutcomeKind.END:
+                self._given_back = flight.prompt
+            else:
                 self._learner.ended(flight.facts, flight.plan, flight.trace, decode.worker, outcome.n_tokens)
             self._leave_prefill(flight, now_s, prefilled=False)
             self._end_pair(flight)
@@ -363,6 +403,10 @@ class Planner:
 
     def in_flight(self) -> int:
         return len(self._flights)
+
+    def handing_over(self, worker: str) -> int:
+        """Requests whose prompt this worker computes, or holds until their decode worker has it."""
+        return sum(flight.pair is not None and flight.pair[0] == worker for flight in self._flights.values())
 
     def _leave_prefill(self, flight: _Flight, now_s: float, *, prefilled: bool) -> None:
         stay, flight.prefill = flight.prefill, None
@@ -376,18 +420,15 @@ class Planner:
             self.pairs.gave_up(pair)
 
 
-def _prompt(facts: RequestFacts) -> Prompt | None:
-    if facts.tokens is None:
-        return None
-    return Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
-
-
-def _candidate(place: Place, priced: tuple[Price, int], held: Mapping[Holder, Match]) -> Candidate:
+def _candidate(
+    place: Place, priced: tuple[Price, int], held: Mapping[Holder, Match], known: Mapping[Holder, int]
+) -> Candidate:
+    """`known`: so many tokens are known to be cached where more are likely to be."""
     match = held.get(place[1], _NOTHING)
     price, cached = priced
     return Candidate(
         decode=place[1],
-        cached_tokens=cached,
+        cached_tokens=min(cached, known.get(place[1], cached)),
         cpu_tokens=match.cpu_tokens,
         disk_tokens=match.disk_tokens,
         approximate=match.approximate,
@@ -402,9 +443,11 @@ def _merged(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> list[
     )
 
 
-def _reason(policy: str, considered: tuple[Candidate, ...], facts: RequestFacts) -> str:
+def _reason(policy: str, considered: tuple[Candidate, ...], facts: RequestFacts, session: SessionOutcome | None) -> str:
     chosen = considered[0]
     text = f"{policy}: {chosen.cached_tokens} of {facts.prompt_tokens} prompt tokens cached"
     if len(considered) > 1:
         text += f", predicted {chosen.price.total_s:.3f} s, next {considered[1].price.total_s:.3f} s"
+    if session is not None:
+        text += f"; session {session.value}"
     return text

@@ -117,7 +117,7 @@ class Pricer:
             if out_tokens:
                 step_s = fixed_s + per_stream_s * (streams + 1) + per_kv_token_s * (kv_tokens + n)
                 decode_s = out_tokens * worker.step_factor * step_s / weight
-            queue_s = waiting * comp_s
+            queue_s = waiting * weight * comp_s
             ttft_s = front_s + wait_s + adm_s + load_s + comp_s
             relief_s = 0.0 if slo_ttft_s is None else relief(ttft_s, slo_ttft_s)
             price = Price(
@@ -264,5 +264,7 @@ def pair_name(prefill: str, decode: str) -> str:
 
 
 def _prompts_waiting(places: Sequence[Place]) -> float:
-    """Prompts booked and not computed yet, for each of the ranks."""
-    return sum(len(load.prefills) for _, _, load in places) / len(places) if places else 0.0
+    """Prompts booked and not computed yet, for each rank of weight 1: a second of a slower one holds up less."""
+    if not places:
+        return 0.0
+    return sum(len(load.prefills) for _, _, load in places) / sum(worker.weight for worker, _, _ in places)

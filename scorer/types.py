@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from indexer import Holder
+from indexer import Holder, Link
 
 
 class Role(Enum):
@@ -79,6 +79,16 @@ class PdReason(Enum):
     DECODE_FAILED = "decode_failed"
 
 
+class SessionOutcome(Enum):
+    """What became of a session's affinity, in metrics, headers and explanations."""
+
+    NEW = "new"
+    KEPT = "kept"
+    MOVED_CHEAPER = "moved_cheaper"
+    MOVED_BUSY = "moved_busy"
+    MOVED_UNAVAILABLE = "moved_unavailable"
+
+
 LOCAL, REMOTE, PEER = CHOICES = ("local", "remote", "peer")
 """Values of `Plan.choice`."""
 
@@ -100,6 +110,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     lora: str | None = None
     cache_salt: str | None = None
     extra_keys: Sequence[Any] | None = None
+    media_links: tuple[Link, ...] = ()
+    """Its prompt by reference, from the first image on (`indexer.references`)."""
     max_output_tokens: int | None = None
     n_sequences: int = 1
     streaming: bool = False
@@ -127,7 +139,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     load: blocks out of lower tiers. comp: computing the uncached prompt. hop, pull: handing over to the decode worker
     and moving the KV there. step: the first decode step. stall: what one running stream loses; harm: times the streams.
     decode: the answer's own decoding. queue: seconds others wait behind it. displaced: cached blocks it pushes out, as
-    seconds to compute them again. viol: the price of the SLOs it is predicted to break.
+    seconds to compute them again. viol: the price of the SLOs it is predicted to break. session: below 0, what is taken
+    off where its session was served last.
     """
 
     front_s: float = 0.0
@@ -145,6 +158,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float = 0.0
     displaced_s: float = 0.0
     viol_s: float = 0.0
+    session_s: float = 0.0
     total_s: float = 0.0
 
 
@@ -179,6 +193,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     pd_reason: PdReason
     decided_at_s: float
+    session: SessionOutcome | None = None
+    """None: the request is of no session, or those do not matter."""
 
     @property
     def remote(self) -> bool:
@@ -236,6 +252,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     scraped_at_s: float
     running: float | None = None
     waiting: float | None = None
+    waiting_for_room: float | None = None
+    """Of those, the ones that do not wait for a transfer or an adapter (vLLM's reason "capacity")."""
     kv_usage: float | None = None
     """Share of KV blocks in use, 0..1."""
     block_size: int | None = None
@@ -277,6 +295,8 @@ class WorkerChange(msgspec.Struct, frozen=True, kw_only=True):
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
     nixl_endpoint: str | None = None
+    server_name: str | None = None
+    """Whom its certificate names, if not the host of `url`."""
     labels: Mapping[str, str] = {}
     weight: float = 1.0
     """Relative speed of its hardware: predicted compute seconds are divided by it."""

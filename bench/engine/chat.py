@@ -3,7 +3,10 @@
 import json
 from typing import Any, Final
 
+import xxhash
+
 from bench.engine import tokenizer
+from bench.engine.request import mix64
 
 _ROLES: Final = {
     "system": tokenizer.SYSTEM,
@@ -14,8 +17,12 @@ _ROLES: Final = {
 }
 
 
-def render(messages: list[Any], tools: list[Any] | None = None, add_generation_prompt: bool = True) -> list[int]:
-    """Token ids of a conversation; ValueError names what is wrong with it."""
+def render(
+    messages: list[Any], tools: list[Any] | None = None, add_generation_prompt: bool = True, image_tokens: int = 0
+) -> list[int]:
+    """Token ids of a conversation; ValueError names what is wrong with it. An image takes `image_tokens` (0: the model
+    takes none).
+    """
     ids = [tokenizer.BOS]
     if tools:
         ids += [tokenizer.SYSTEM, *tokenizer.encode(json.dumps(tools, sort_keys=True)), tokenizer.END]
@@ -26,7 +33,7 @@ def render(messages: list[Any], tools: list[Any] | None = None, add_generation_p
         if role is None:
             raise ValueError(f"messages[{number}] has unknown role {message.get('role')!r}")
         ids.append(role)
-        ids += tokenizer.encode(content_text(message.get("content"), number))
+        ids += content_ids(message.get("content"), number, image_tokens)
         if message.get("tool_calls"):
             ids += tokenizer.encode(json.dumps(message["tool_calls"], sort_keys=True))
         ids.append(tokenizer.END)
@@ -42,6 +49,22 @@ def is_text(messages: Any) -> bool:
     return all(
         isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str)) for part in parts
     )
+
+
+def content_ids(content: Any, number: int, image_tokens: int) -> list[int]:
+    if not image_tokens or not isinstance(content, list):
+        return tokenizer.encode(content_text(content, number))
+    ids: list[int] = []
+    for part in content:
+        image = part.get("image_url") if isinstance(part, dict) else None
+        if image is None:
+            ids += tokenizer.encode(content_text([part], number))
+            continue
+        # Other images, other KV: what vLLM does by extra keys of blocks does a hash of ids here.
+        key = xxhash.xxh3_64_intdigest(str(part.get("uuid") or image).encode())
+        first, end = tokenizer.GENERATED_IDS
+        ids += [first + mix64(key + i) % (end - first) for i in range(image_tokens)]
+    return ids
 
 
 def content_text(content: Any, number: int) -> str:

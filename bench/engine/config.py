@@ -70,7 +70,8 @@ class FakeVllmConfig:
 
     With `kv_connector` it takes part in prefill/decode hand-offs as NixlConnector does. `nixl_host` and `nixl_port` are
     its side channel's address (None: the server's host, 0: a port of its own; rank r uses port + r), which only servers
-    of the same process find. A dead peer that was never reached costs vLLM 5 s, here `kv_handshake_timeout_s`.
+    of the same process find; others can connect to it, and hear nothing. A dead peer that was never reached costs vLLM
+    5 s, here `kv_handshake_timeout_s`.
     `FakeVllm.requests` holds the last `record_requests` inference requests.
     """
 
@@ -93,11 +94,17 @@ class FakeVllmConfig:
     prompt_tokens_details: bool = True
     dev_mode: bool = True
     request_id_headers: bool = True
+    store_responses: bool = False  # VLLM_ENABLE_RESPONSES_API_STORE
     mean_output_tokens: float | None = None
+    image_tokens: int = 0  # what an image takes; 0: a text model
     keepalive_timeout_s: float = 5.0  # uvicorn's default: an idle connection is closed after it
     dtype: str = "torch.bfloat16"
     kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1  # told only
+    attention_backend: str | None = None  # told, and compared by engines that shake hands
+    clock_ahead_s: float = 0.0  # of the Date header
     kv_connector: bool = False
+    kv_connector_name: str = "NixlConnector"  # told only
     kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"  # told, not enforced (as in vLLM)
     kv_engine_id: str | None = None  # None: a new one with every start
     kv_lease_s: float = 30.0

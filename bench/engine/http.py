@@ -3,8 +3,10 @@
 import asyncio
 import socket
 import struct
+import time
 import uuid
 from collections.abc import Awaitable, Callable
+from email.utils import formatdate
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,8 +18,10 @@ from bench.engine.frames import Frames, OpenAiFrames
 from bench.engine.generate import Run
 from bench.engine.operations import Operations
 from bench.engine.protocol import ApiError, ApiKind, EngineDeadError, Generation, Parser, ServedModel, parse_body
+from bench.engine.realtime import RealtimeSession
 from bench.engine.request import mix64
 from bench.engine.seen import Seen
+from bench.engine.stored import StoredResponses
 
 if TYPE_CHECKING:
     from bench.engine.server import FakeVllm
@@ -35,18 +39,28 @@ class Api:
     def __init__(self, server: "FakeVllm") -> None:
         self.server = server
         config = server.config
-        self.parser = Parser(max_model_len=config.engine.max_model_len, mean_output_tokens=config.mean_output_tokens)
+        self.parser = Parser(
+            max_model_len=config.engine.max_model_len,
+            mean_output_tokens=config.mean_output_tokens,
+            image_tokens=config.image_tokens,
+        )
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
+        if self.server.config.clock_ahead_s:
+            app.on_response_prepare.append(self._misdate)
         post = app.router.add_post
         post("/v1/completions", partial(self._generate, "completions"))
         post("/v1/chat/completions", partial(self._generate, "chat"))
-        post("/v1/responses", partial(self._generate, "responses"))
         post("/v1/messages", partial(self._generate, "messages"))
         post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_get("/v1/realtime", self._realtime)
+        StoredResponses(self, partial(self._run, "responses")).add_to(app)
         Operations(self).add_to(app)
         return app
+
+    async def _misdate(self, _: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Date"] = formatdate(time.time() + self.server.config.clock_ahead_s, usegmt=True)
 
     # --- every request ----------------------------------------------------------------------------------------------
 
@@ -121,10 +135,12 @@ class Api:
     # --- generation -------------------------------------------------------------------------------------------------
 
     async def _generate(self, api: ApiKind, request: web.Request) -> web.StreamResponse:
-        body = await self.body(request)
+        return await self._run(api, request, await self.body(request))
+
+    async def _run(self, api: ApiKind, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         try:
-            job = self._job(request, api, body)
-            with self._start(request, job) as run:
+            job = self.job(request, api, body)
+            with self.start(request, job) as run:
                 return await (self._stream(request, run, body) if job.stream else self._whole(run, body))
         except EngineDeadError:
             raise
@@ -135,7 +151,7 @@ class Api:
                 self.server.nixl[0].reject(params or {})  # a rejected decode releases the prefill server's blocks
             raise
 
-    def _job(self, request: web.Request, api: ApiKind, body: dict[str, Any]) -> Generation:
+    def job(self, request: web.Request, api: ApiKind, body: dict[str, Any]) -> Generation:
         model = self.model(body.get("model"))
         if api == "responses":  # the one API that does not name itself after the header
             rid = str(body.get("request_id") or f"resp_{uuid.uuid4().hex[:16]}")
@@ -149,7 +165,7 @@ class Api:
             body = messages.chat_body(body)
         return self.parser.chat(api, body, request.headers, model, rid)
 
-    def _start(self, request: web.Request, job: Generation) -> Run:
+    def start(self, request: web.Request, job: Generation) -> Run:
         server = self.server
         rank = self._rank(request)
         params = (job.kv_transfer_params if server.nixl else None) or {}
@@ -187,7 +203,9 @@ class Api:
         offered = self._offered(run)
         details = server.config.prompt_tokens_details
         if job.api == "responses":
-            return json_response(responses.answer(run, body, offered))
+            answer = responses.answer(run, body, offered)
+            self._keep(body, answer)
+            return json_response(answer)
         if job.api == "messages":
             return json_response(messages.answer(run, offered, details=details))
         choices: list[dict[str, Any]] = []
@@ -204,10 +222,15 @@ class Api:
         usage = run.usage(details, full=True)
         return json_response(build(job, run.created, server.fingerprint, choices, usage, offered))
 
+    def _keep(self, body: dict[str, Any], answer: dict[str, Any]) -> None:
+        if body.get("store") is True:
+            self.server.store.keep(answer)
+            self.server.store.messages[answer["id"]] = responses.messages_of(body.get("input"))
+
     def _frames(self, run: Run, body: dict[str, Any]) -> Frames:
         details = self.server.config.prompt_tokens_details
         if run.job.api == "responses":
-            return responses.ResponsesFrames(run, body, lambda: self._offered(run))
+            return responses.ResponsesFrames(run, body, lambda: self._offered(run), partial(self._keep, body))
         if run.job.api == "messages":
             return messages.MessagesFrames(run, details=details)
         return OpenAiFrames(run, details, self.server.fingerprint)
@@ -241,8 +264,13 @@ class Api:
         await response.write_eof()
         return response
 
+    async def _realtime(self, request: web.Request) -> web.StreamResponse:
+        if not web.WebSocketResponse().can_prepare(request):
+            raise ApiError(404, "Not Found", "Not Found")  # FastAPI knows the path as a WebSocket only.
+        return await RealtimeSession(self, request).serve()
+
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        job = self._job(request, "messages", await self.body(request))
+        job = self.job(request, "messages", await self.body(request))
         count = len(job.prompts[0])
         return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 

@@ -64,7 +64,8 @@ class NixlSide:
         self.engine_id = engine_id if config.data_parallel_size == 1 else f"{engine_id}_dp{rank}"
         self.expired = self.late = self.failed = self.failed_notifications = 0
         self.transfers = Transfers()
-        self._compatibility = (config.version, config.root or config.model, config.dtype, config.kv_cache_dtype)
+        model = (config.root or config.model, config.dtype)
+        self._compatibility = (config.version, *model, config.kv_cache_dtype, config.attention_backend)
         self._driver = driver
         self._config = config
         self._die = die
@@ -254,7 +255,8 @@ class NixlSide:
         peer = _sides.get(_address(params))
         if peer is None or peer.engine_id != params["remote_engine_id"] or peer._compatibility != self._compatibility:
             return None
-        return peer
+        refused = self._config.engine.block_size % peer._config.engine.block_size  # the handshake asserts it
+        return None if refused else peer
 
     def _beat(self) -> None:
         self._heartbeat = None

@@ -126,8 +126,9 @@ class Generation:
 class Parser:
     """Checks bodies against one server's limits."""
 
-    def __init__(self, *, max_model_len: int, mean_output_tokens: float | None) -> None:
+    def __init__(self, *, max_model_len: int, mean_output_tokens: float | None, image_tokens: int = 0) -> None:
         self.max_model_len = max_model_len
+        self.image_tokens = image_tokens
         self._mean = mean_output_tokens
 
     def completion(self, body: dict[str, Any], headers: Mapping[str, str], model: ServedModel, rid: str) -> Generation:
@@ -160,7 +161,9 @@ class Parser:
         if not isinstance(messages, list):
             raise invalid("missing" if messages is None else "list_type", "messages", "Field required", messages)
         try:
-            ids = chat.render(messages, body.get("tools"), body.get("add_generation_prompt", True) is not False)
+            ids = chat.render(
+                messages, body.get("tools"), body.get("add_generation_prompt", True) is not False, self.image_tokens
+            )
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         return ids

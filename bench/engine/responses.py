@@ -1,5 +1,6 @@
-"""/v1/responses: bodies and stream events of vLLM 0.32, without tools, reasoning and stored responses."""
+"""/v1/responses: bodies and stream events of vLLM 0.32, without tools and reasoning."""
 
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -10,14 +11,18 @@ from bench.engine.protocol import ApiError
 
 def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """The chat request that a responses request amounts to."""
-    given = body.get("input")
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = messages_of(body.get("input"))
     if body.get("instructions") and isinstance(messages, list):
         messages = [{"role": "system", "content": body["instructions"]}, *messages]
     chat = {**body, "messages": messages, "max_tokens": body.get("max_output_tokens")}
     for name in ("max_completion_tokens", "min_tokens", "n", "echo", "stream_options", "return_token_ids"):
         chat.pop(name, None)  # not fields of this API
     return chat
+
+
+def messages_of(given: Any) -> Any:
+    """The input as chat messages."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def answer(run: Run, body: dict[str, Any], offered: dict[str, Any] | None) -> dict[str, Any]:
@@ -31,15 +36,19 @@ def answer(run: Run, body: dict[str, Any], offered: dict[str, Any] | None) -> di
 class ResponsesFrames:
     """Events of a stream. A failed generation cuts the connection: vLLM cannot put its error into one of its events."""
 
-    def __init__(self, run: Run, body: dict[str, Any], offered: Any) -> None:
+    def __init__(
+        self, run: Run, body: dict[str, Any], offered: Any, keep: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> None:
+        """`keep` is given the whole response at its end."""
         self._run = run
         self._body = body
         self._offered = offered
+        self._keep = keep
         self._sequence = 0
         self._item_id: str | None = None
 
     def begin(self) -> bytes:
-        response = _response(self._run, self._body, "in_progress", [], None, None)
+        response = response_of(self._run, self._body, "in_progress")
         frames = self._event("response.created", response=response)
         return frames + self._event("response.in_progress", response=response)
 
@@ -67,6 +76,7 @@ class ResponsesFrames:
             frames += self._event("response.output_item.done", item=items[0], output_index=0)
         status = "incomplete" if choice.reason == "length" else "completed"
         response = _response(self._run, self._body, status, items, _usage(self._run), self._offered())
+        self._keep(response)
         return frames + self._event("response.completed", response=response)
 
     def failed(self, error: ApiError) -> bytes | None:
@@ -116,6 +126,11 @@ def _usage(run: Run) -> dict[str, Any]:
     }
 
 
+def response_of(run: Run, body: dict[str, Any], status: str) -> dict[str, Any]:
+    """The response before there is any answer."""
+    return _response(run, body, status, [], None, None)
+
+
 def _response(
     run: Run,
     body: dict[str, Any],
@@ -139,10 +154,10 @@ def _response(
         "tool_choice": "none",
         "tools": [],
         "top_p": float(body.get("top_p", 1.0)),
-        "background": False,
+        "background": body.get("background") is True,
         "max_output_tokens": job.max_tokens[0],
         "max_tool_calls": None,
-        "previous_response_id": None,
+        "previous_response_id": body.get("previous_response_id"),
         "prompt": None,
         "reasoning": None,
         "service_tier": "auto",

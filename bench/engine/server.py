@@ -7,7 +7,6 @@ From a shell: ``python -m bench.engine.server --port 0``; the first line on stdo
 import argparse
 import asyncio
 import dataclasses
-import itertools
 import json
 import signal
 import sys
@@ -28,12 +27,14 @@ from bench.engine.model import Engine
 from bench.engine.nixl import NixlSide
 from bench.engine.protocol import ServedModel
 from bench.engine.publisher import Publisher, for_rank
+from bench.engine.realtime import RealtimeSession
 from bench.engine.request import EngineConfig, EngineStats
 from bench.engine.seen import Seen
+from bench.engine.side_channel import SideChannel
+from bench.engine.stored import Store
 
 _PORT_ATTEMPTS: Final = 50
 _START_APART_S: Final = 0.05  # start times are told to 10 ms; no real process comes up again so soon
-_nixl_ports: Final = itertools.count(5600)  # vLLM's default side channel port, then one for each rank of a process
 
 
 class FakeVllm:
@@ -48,13 +49,14 @@ class FakeVllm:
         self.publishers: list[Publisher] = []
         self.nixl: list[NixlSide] = []
         self.requests: deque[Seen] = deque(maxlen=self.config.record_requests)
-        ranks = range(self.config.data_parallel_size)
-        self.nixl_ports = [
-            self.config.nixl_port + rank if self.config.nixl_port else next(_nixl_ports) for rank in ranks
-        ]
+        self._side_channel = SideChannel(
+            self.config.nixl_host or self.config.host, self.config.nixl_port, self.config.data_parallel_size
+        )
         self.started = 0.0
         self.sleep_level: int | None = None
         self.dead = False
+        self.store = Store()
+        self.sessions: set[RealtimeSession] = set()
         self.port = self.config.port
         self.fingerprint = f"vllm-{self.config.version}-{self.config.engine.seed:08x}"
         self._endpoints = (self.config.events_endpoint, self.config.replay_endpoint)
@@ -69,6 +71,11 @@ class FakeVllm:
     @property
     def url(self) -> str:
         return f"http://{self.config.host}:{self.port}"
+
+    @property
+    def nixl_ports(self) -> Sequence[int]:
+        """By rank. Those of a server that has not started yet may change."""
+        return self._side_channel.ports
 
     @property
     def events_endpoint(self) -> str:
@@ -117,6 +124,7 @@ class FakeVllm:
         self.started = time.time()
         self.dead = False
         self.sleep_level = None
+        self.store = Store()
         self.adapters = {}
         self.models = {name: ServedModel(name) for name in (config.model, *config.aliases)}
         for name, path in config.lora_modules.items():
@@ -125,6 +133,7 @@ class FakeVllm:
         publish = [self._publish(rank) for rank in range(config.data_parallel_size)]
         self.drivers = [Driver(Engine(config.engine), each) for each in publish]
         if config.kv_connector:
+            await self._side_channel.listen()
             pairs = enumerate(zip(self.drivers, self.nixl_ports, strict=True))
             self.nixl = [NixlSide(driver, config, rank, port, self.kill_engine) for rank, (driver, port) in pairs]
         self.apply_faults()
@@ -143,7 +152,9 @@ class FakeVllm:
 
     async def stop(self) -> None:
         """Close everything; open streams are cut."""
+        self._side_channel.close()
         self._answering.set()
+        self.store.close()
         for connection in self._runner.server.connections if self._runner and self._runner.server else ():
             if connection.transport is not None:
                 connection.transport.abort()
@@ -280,6 +291,7 @@ class FakeVllm:
     def kill_engine(self) -> None:
         """The engine core dies: every stream fails, /health answers 503."""
         self.dead = True
+        self._side_channel.close()
         for side in self.nixl:
             side.close()
         for driver in self.drivers:

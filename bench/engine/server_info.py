@@ -28,7 +28,7 @@ def _as_text(server: "FakeVllm") -> str:
         "tokenizer": repr(root),
         "dtype": config.dtype,
         "max_seq_len": config.engine.max_model_len,
-        "tensor_parallel_size": 1,
+        "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": 1,
         "data_parallel_size": config.data_parallel_size,
         "quantization": None,
@@ -47,7 +47,7 @@ def _as_json(server: "FakeVllm") -> dict[str, Any]:
     engine = config.engine
     connector = (
         {
-            "kv_connector": "NixlConnector",
+            "kv_connector": config.kv_connector_name,
             "engine_id": server.nixl[0].engine_id,
             "kv_buffer_device": "cuda",
             "kv_role": config.kv_role,
@@ -74,13 +74,16 @@ def _as_json(server: "FakeVllm") -> dict[str, Any]:
             "num_gpu_blocks": engine.num_gpu_blocks,
         },
         "parallel_config": {
-            "tensor_parallel_size": 1,
+            "tensor_parallel_size": config.tensor_parallel_size,
             "pipeline_parallel_size": 1,
             "data_parallel_size": config.data_parallel_size,
         },
         "scheduler_config": {
             "max_num_seqs": engine.max_num_seqs,
             "max_num_batched_tokens": engine.max_num_batched_tokens,
+            "disable_hybrid_kv_cache_manager": False,
         },
+        "attention_config": {"backend": config.attention_backend},
+        "speculative_config": None,
         "kv_transfer_config": connector,
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.cli import Parser
-from gateway.config.flags import add_config_flags, parse_flags
+from gateway.config.flags import add_config_flags, flags_of, parse_flags
 from gateway.config.load import ConfigError, load_config, load_workers
 from gateway.config.schema import Config
 from gateway.config.show import config_yaml, default_yaml
@@ -33,7 +33,7 @@ def main(args: Sequence[str]) -> int:
     if options.check and options.config:
         parser.error("--check and --config each name a file; give one of them")
     try:
-        config = load_config(options.check or options.config, os.environ, given, unknown)
+        config = load_config(options.check or options.config, os.environ, given, unknown, flags_of(parser))
         if options.check and config.workers_file:
             load_workers(config.workers_file)
     except ConfigError as exc:

@@ -1,19 +1,23 @@
 """Command-line flags made from the keys."""
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.config.keys import Key, env_name, flag_name, leaves
+from gateway.config.neighbour_flags import add_neighbours, take_neighbours
+from gateway.config.neighbours import prefill_urls
 from gateway.config.read import Text
 
 _DEST = "key:"
 _WORKERS = ("workers",)
+_NOTES = "notes"
 
 Aliases = Mapping[tuple[str, ...], tuple[str, ...]]
 
 _ALIASES: Aliases = {
-    _WORKERS: ("--worker", "--worker-urls"),
+    _WORKERS: ("--worker",),
     ("pd", "no_hint"): ("--no-hint",),
     ("pd", "on_prefill_failure"): ("--on-prefill-failure",),
     ("scorer", "policy"): ("--policy",),
@@ -34,7 +38,7 @@ SIDECAR_ALIASES: Aliases = {
     ("sidecar", "admin_port"): ("--admin-port",),
     ("sidecar", "data_parallel_size"): ("--data-parallel-size",),
 }
-_ROLES = {"--prefill": "prefill", "--decode": "decode"}
+_ROLES = {"--prefill": "prefill", "--decode": "decode", "--worker-urls": None}
 
 
 def add_config_flags(parser: argparse.ArgumentParser, aliases: Aliases = GATEWAY_ALIASES) -> None:
@@ -49,10 +53,13 @@ def add_config_flags(parser: argparse.ArgumentParser, aliases: Aliases = GATEWAY
             dest=_DEST + ".".join(_WORKERS),
             action=_AddWorkers,
             const=role,
-            metavar="URL[,URL]",
+            nargs="+",
+            metavar="URL",
             default=argparse.SUPPRESS,
-            help=f"workers of role {role}, beside those of --worker",
+            help=f"workers{f' of role {role}' if role else ''}, beside those of --worker",
         )
+    if aliases is GATEWAY_ALIASES:
+        add_neighbours(parser)
 
 
 def parse_flags(
@@ -61,27 +68,42 @@ def parse_flags(
     """The parser's own options, the keys given by flag, and the arguments nobody knows: the last two for `load_config`.
 
     `parser` went through `add_config_flags`. Unknown arguments are returned, not raised, so that they are reported
-    together with every other mistake.
+    together with every other mistake. What a neighbouring router's flag does differently here is told on standard
+    error. Raises UserError for one that cannot be taken.
     """
     options, extras = parser.parse_known_args(args)
-    given = {tuple(n.removeprefix(_DEST).split(".")): v for n, v in vars(options).items() if n.startswith(_DEST)}
+    given: dict[tuple[str, ...], Text] = {
+        tuple(name.removeprefix(_DEST).split(".")): value
+        for name, value in vars(options).items()
+        if name.startswith(_DEST)
+    }
     unknown = [
         arg.partition("=")[0]
         for before, arg in zip(["", *extras], extras, strict=False)
         if arg.startswith("-") or not before.startswith("-") or "=" in before  # else it is an unknown flag's value
     ]
+    for note in [*getattr(options, _NOTES, ()), *take_neighbours(options, given)]:
+        print(f"warmroute: note: {note}", file=sys.stderr)
     return options, given, unknown
 
 
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Every flag it takes."""
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
 class _AddWorkers(argparse.Action):
-    """Adds the URLs, with the role `const`, to the same list as `--worker`."""
+    """Adds the URLs, with the role `const` if there is one, to the same list as `--worker`."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        urls = filter(None, (part.strip() for part in str(values).split(",")))
-        given = [*getattr(namespace, self.dest, ()), *({"url": url, "role": self.const} for url in urls)]
-        setattr(namespace, self.dest, given)
+        lists = [value for value in values if self.const is None and value.lstrip().startswith("[")]  # YAML
+        urls, notes = prefill_urls([value for value in values if value not in lists])
+        role = {} if self.const is None else {"role": self.const}
+        more = [*lists, *({"url": url, **role} for url in urls)]
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *more])
+        setattr(namespace, _NOTES, [*getattr(namespace, _NOTES, ()), *notes])
 
 
 def _add_flag(group: "argparse._ArgumentGroup", path: tuple[str, ...], key: Key, aliases: tuple[str, ...]) -> None:

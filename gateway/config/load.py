@@ -32,17 +32,19 @@ def load_config(
     env: Mapping[str, str] | None = None,
     flags: Mapping[tuple[str, ...], Text] | None = None,
     unknown_flags: Iterable[str] = (),
+    known_flags: Iterable[str] = (),
 ) -> Config:
     """Read every source and check the whole.
 
     `env` is a process environment, of which `WARMROUTE_*` is read (and may name the file as WARMROUTE_CONFIG when
-    `file` is None); `flags` maps key paths to text. Raises ConfigError with all problems at once.
+    `file` is None); `flags` maps key paths to text. An unknown flag is answered with the nearest key's, or one of
+    `known_flags`. Raises ConfigError with all problems at once.
     """
     env = env or {}
     file = file or env.get("WARMROUTE_CONFIG")
     reader = Reader()
     values: Values = reader.yaml_file(file) if file else {}
-    for later in (reader.environment(env), reader.flags(flags or {}, unknown_flags)):
+    for later in (reader.environment(env), reader.flags(flags or {}, unknown_flags, known_flags)):
         _lay_over(values, later)
     if reader.problems:
         raise ConfigError(reader.problems)
@@ -60,6 +62,15 @@ def load_workers(file: str) -> tuple[Worker, ...]:
     if problems:
         raise ConfigError(problems)
     return workers
+
+
+def read_worker(given: object, where: str = "") -> Worker:
+    """One worker of a list: a URL or an object with the keys of `Worker`. Raises ConfigError with all problems."""
+    reader = Reader()
+    worker = reader.worker(given, where)
+    if worker is None:
+        raise ConfigError(reader.problems)
+    return worker
 
 
 def _lay_over(values: Values, later: Values) -> None:
@@ -82,11 +93,19 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
         yield ("gateway", "admin_port"), f"is the port of the data plane too ({gateway.port})"
     if events.mode == "bind" and events.bind_endpoint is None:
         yield ("events", "bind_endpoint"), "is needed when events.mode is bind"
+    if config.scorer.session_affinity == "prefer" and config.scorer.policy != "warmroute":
+        yield ("scorer", "session_affinity"), f"prefer changes prices, which policy {config.scorer.policy} ignores"
     yield from _sidecar(config.sidecar)
     yield from _disaggregation(config.pd)
     for given, missing in (("cert", "key"), ("key", "cert")):
         if getattr(config.tls, given) is not None and getattr(config.tls, missing) is None:
             yield ("tls", missing), f"is needed with tls.{given}"
+    for i, worker in enumerate(config.discovery.dns):
+        if worker.name is not None:
+            yield ("discovery", "dns", i, "name"), "cannot be given: each address found is a worker called address:port"
+        url = urlsplit(worker.url)
+        if (url.hostname or "").startswith("_") and url.port is not None:
+            yield ("discovery", "dns", i, "url"), "names a service by its SRV records, which name the port"
     yield from _repeated_workers(config.workers)
 
 

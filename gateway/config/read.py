@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
@@ -65,6 +66,11 @@ class Reader:
         tree, where = self._yaml_tree(file)
         return _Source(self, lambda path: where(path[1:]), is_text=False).workers(tree, ("workers",))
 
+    def worker(self, given: object, where: str) -> Worker | None:
+        """One worker: a URL or an object."""
+        values = _Source(self, lambda path: where, is_text=False).worker(given, ())
+        return None if self.problems else Worker(**values)
+
     def _yaml_tree(self, file: str) -> tuple[Any, Callable[[Path], str]]:
         try:
             tree, lines, repeated = load_tree(FilePath(file).read_text(encoding="utf-8"))
@@ -101,8 +107,11 @@ class Reader:
                 self._unknown("variable", name, nearest(name, [*known, "WARMROUTE_CONFIG"]), "environment")
         return _Source(self, lambda path: env_name(_names(path)), is_text=True).struct(Config, tree, ())
 
-    def flags(self, given: Mapping[tuple[str, ...], Text], unknown: Iterable[str]) -> Values:
-        known = [flag_name(path) for path, _ in leaves()]
+    def flags(
+        self, given: Mapping[tuple[str, ...], Text], unknown: Iterable[str], also_known: Iterable[str] = ()
+    ) -> Values:
+        """`unknown` are answered with the nearest one there is, of the keys' own and of `also_known`."""
+        known = [*(flag_name(path) for path, _ in leaves()), *also_known]
         for flag in unknown:
             self._unknown("argument", flag, nearest(flag, known), "command line")
         tree: Values = {}
@@ -160,16 +169,22 @@ class _Source:
         self._reader.sources[path] = self._where(path)
         plain = _Source(self._reader, self._where, is_text=False)
         before = len(self._reader.problems)
-        read = [plain._worker(item, (*path, i)) for i, item in enumerate(items)]
+        read = [plain.worker(item, (*path, i)) for i, item in enumerate(items)]
         return tuple(Worker(**values) for values in read) if len(self._reader.problems) == before else ()
 
-    def _worker(self, given: object, path: Path) -> Values:
+    def worker(self, given: object, path: Path) -> Values:
         if isinstance(given, str):
             given = {"url": given}
         elif not isinstance(given, dict):
             self._fail(path, f"expected a URL or an object, got {_shown(given)}")
             return {}
-        return self.struct(Worker, given, path)
+        values = self.struct(Worker, given, path)
+        url = values.get("url")
+        try:
+            urlsplit(url if isinstance(url, str) else "")
+        except ValueError as exc:  # An address in brackets that is none.
+            self._fail((*path, "url"), str(exc))
+        return values
 
     def _list(self, key: Key, given: object, path: Path) -> tuple[object, ...]:
         items = self._items(given, path)

@@ -31,6 +31,12 @@ Address = Annotated[
     str,
     Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
 ]
+HeaderName = Annotated[
+    str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", extra={"expected": "the name of an HTTP header"})
+]
+WorkerName = Annotated[
+    str, Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", extra={"expected": "a text without control characters"})
+]
 NonEmpty = Annotated[str, Meta(min_length=1, extra={"expected": "a non-empty text"})]
 
 
@@ -62,6 +68,21 @@ class GatewayConfig(_Section, frozen=True):
     drain_timeout_s: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="On SIGTERM, time given to running requests before closing.")
     ] = 30.0
+    stored_responses: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Ids of /v1/responses remembered with the worker that holds them; for others "
+            "every worker is asked.",
+        ),
+    ] = 65_536
+    unknown_models: Annotated[
+        Literal["refuse", "try"],
+        Meta(
+            description="A model that no worker lists: refuse it (404), or try it as an adapter of the only base "
+            "model, which a worker may load when asked (vLLM's LoRA resolvers)."
+        ),
+    ] = "refuse"
     http: Annotated[
         Literal["fast", "aiohttp"],
         Meta(
@@ -78,7 +99,7 @@ class Worker(_Section, frozen=True):
 
     url: Annotated[Url, Meta(description="Base URL of the server.")]
     name: Annotated[
-        NonEmpty | None, Meta(description="Name in metrics and headers; null takes host:port of the URL.")
+        WorkerName | None, Meta(description="Name in metrics and headers; null takes host:port of the URL.")
     ] = None
     role: Annotated[Literal["both", "prefill", "decode"], Meta(description="What the worker may be asked to do.")] = (
         "both"
@@ -93,7 +114,32 @@ class Worker(_Section, frozen=True):
         Address | None,
         Meta(description="Where its NIXL side channel is, if not on the host of its URL; without a port, any port."),
     ] = None
+    server_name: Annotated[
+        NonEmpty | None,
+        Meta(description="With https, the name to ask for and check its certificate by; null: the host of the URL."),
+    ] = None
+    weight: Annotated[
+        float,
+        Meta(
+            ge=0.01,
+            le=100,
+            description="Speed of its hardware relative to the others'; predicted seconds are divided by it.",
+        ),
+    ] = 1.0
     labels: Annotated[dict[str, str], Meta(description="Free labels, shown in debug pages.")] = {}
+
+
+class DiscoveryConfig(_Section, frozen=True):
+    """Workers that are not named one by one."""
+
+    dns: Annotated[
+        tuple[Worker, ...],
+        Meta(
+            description="Each address of the host of these URLs is a worker, with the other keys (no name; the host * "
+            "of events or replay is that address)."
+        ),
+    ] = ()
+    interval_s: Annotated[float, Meta(ge=1, description="Period of resolving these names anew.")] = 5.0
 
 
 class SidecarConfig(_Section, frozen=True):
@@ -224,6 +270,71 @@ class ScorerConfig(_Section, frozen=True):
     slo_tpot_ms: Annotated[
         Seconds | None, Meta(description="Time-per-output-token objective; null leaves it out of the price.")
     ] = None
+    session_header: Annotated[HeaderName, Meta(description="Request header that names a session.")] = "x-session-id"
+    session_affinity: Annotated[
+        Literal["off", "prefer", "strict"],
+        Meta(
+            description="prefer: where no KV events tell, what a session's history saves is taken off its worker's "
+            "price; strict: it stays with its worker while that is up and not too busy."
+        ),
+    ] = "off"
+    session_wait_s: Annotated[
+        Seconds, Meta(description="Longest predicted wait for which a strict session stays with its worker.")
+    ] = 10.0
+    session_idle_s: Annotated[Seconds, Meta(description="A session not heard of for longer is forgotten.")] = 3600.0
+
+
+class QueueConfig(_Section, frozen=True):
+    """Requests of the gateway that wait while every worker that could serve them has enough waiting inside."""
+
+    enabled: Annotated[bool, Meta(description="Hold requests while all are saturated; false: engines queue alone.")] = (
+        True
+    )
+    waiting_per_worker: Annotated[
+        int,
+        Meta(ge=1, description="Requests waiting inside an engine (each rank) from which on it has no room."),
+    ] = 8
+    max_requests: Annotated[
+        int, Meta(ge=0, description="Requests of one model that may wait here; one more is answered 429.")
+    ] = 2048
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="Prompt tokens of one model that may wait here, a lone request apart.")
+    ] = 32_000_000
+    max_wait_s: Annotated[
+        Seconds, Meta(description="Longest wait here, then 429 (600 s is where OpenAI's clients give up).")
+    ] = 600.0
+    tenant_share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Part of max_requests and max_tokens one tenant may take; see tenancy.header."),
+    ] = 0.5
+    shed_late: Annotated[
+        Literal["never", "asked", "objective"],
+        Meta(
+            description="Answer 429 at once to what is predicted to miss its time to first token: asked: requests with "
+            "the header x-warmroute-shed: late; objective: all that have an objective."
+        ),
+    ] = "asked"
+
+
+class TenancyConfig(_Section, frozen=True):
+    """Whose a request is, as the authenticating proxy in front of the gateway says."""
+
+    header: Annotated[
+        HeaderName | None,
+        Meta(description="Header that names the tenant, set by a proxy clients cannot get around; null: all are one."),
+    ] = None
+    required: Annotated[bool, Meta(description="Answer 401 to requests without tenancy.header.")] = False
+    forward_header: Annotated[bool, Meta(description="Let engines see tenancy.header too.")] = False
+    salt: Annotated[
+        Literal["off", "derive"],
+        Meta(
+            description="derive: cache_salt is made of the tenant (and its own salt), so that no tenant hits another."
+        ),
+    ] = "off"
+    secret_env: Annotated[
+        NonEmpty,
+        Meta(description="Name of the environment variable with the secret of derived salts, one for all gateways."),
+    ] = "CACHE_SALT_SECRET"  # noqa: S105 - its name
 
 
 class LearningConfig(_Section, frozen=True):
@@ -289,6 +400,7 @@ class Config(_Section, frozen=True):
     workers_file: Annotated[
         NonEmpty | None, Meta(description="YAML file holding such a list, re-read when it changes; null: none.")
     ] = None
+    discovery: DiscoveryConfig = DiscoveryConfig()
     engine_api_key_env: Annotated[
         str,
         Meta(
@@ -299,6 +411,8 @@ class Config(_Section, frozen=True):
     events: EventsConfig = EventsConfig()
     index: IndexConfig = IndexConfig()
     scorer: ScorerConfig = ScorerConfig()
+    queue: QueueConfig = QueueConfig()
+    tenancy: TenancyConfig = TenancyConfig()
     learning: LearningConfig = LearningConfig()
     pd: PdConfig = PdConfig()
     tokens: TokensConfig = TokensConfig()

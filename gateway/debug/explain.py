@@ -8,25 +8,37 @@ from __future__ import annotations
 import json
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from multidict import CIMultiDict
 
+from gateway.admin_client import ADDRESS, ask
 from gateway.cli import Parser
 from gateway.core import Core
-from gateway.errors import UserError
 from gateway.proxy import errors
 from gateway.proxy.errors import ApiError
 from gateway.request import BadRequest, decode_body
 from scorer.planner import ModelNotFound, NoWorker
 
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
-_COMPONENTS = ("front", "wait", "adm", "load", "comp", "hop", "pull", "step", "harm", "decode", "queue", "displaced")
-_TIMEOUT_S = 30.0
+_COMPONENTS = (
+    "front",
+    "wait",
+    "adm",
+    "load",
+    "comp",
+    "hop",
+    "pull",
+    "step",
+    "harm",
+    "decode",
+    "queue",
+    "displaced",
+    "session",
+)
 
 
 async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str | None) -> dict[str, Any]:
@@ -38,6 +50,7 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         if kind is None:
             kind = next((name for field, name in _KINDS.items() if field in fields), None)
         began_s = time.monotonic()
+        _, body = core.tenancy.take(CIMultiDict(headers), body, salted=True, anonymous=True)
         facts = await core.reader.read("explain", kind, body, headers)
     except BadRequest as exc:
         raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
@@ -59,7 +72,9 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         "pd_policy": core.config.pd.policy,
         "choice": plan.choice,
         "pd_reason": plan.pd_reason.value,
+        "session": None if plan.session is None else plan.session.value,
         "n_candidates": plan.n_candidates,
+        "weights": {name: worker.weight for name, worker in sorted(core.fleet.workers.items())},
         "unavailable": sorted(set(core.fleet.workers) - set(available)),
         "overhead_ms": overhead_ms,
         "considered": [msgspec.to_builtins(candidate) for candidate in plan.considered],
@@ -71,13 +86,13 @@ def main(args: Sequence[str]) -> int:
         prog="warmroute explain",
         description="Ask a running gateway where a request would go and what each worker would cost. Sends nothing.",
     )
-    parser.add_argument("--admin", default="http://127.0.0.1:8001", metavar="URL", help="the gateway's admin address")
+    parser.add_argument("--admin", default=ADDRESS, metavar="URL", help="the gateway's admin address")
     parser.add_argument("--body", metavar="FILE", help="an OpenAI request body, - for standard input")
     parser.add_argument("--model", help="with --prompt: the model to ask for")
     parser.add_argument("--prompt", help="a prompt, instead of a body")
     parser.add_argument("--json", action="store_true", help="print the answer as it came")
     options = parser.parse(args)
-    answer = _ask(options.admin.rstrip("/") + "/debug/explain", _body(parser, options))
+    answer = ask(options.admin.rstrip("/") + "/debug/explain", _body(parser, options))
     print(json.dumps(answer, indent=2) if options.json else _table(answer))
     return 0
 
@@ -89,30 +104,6 @@ def _body(parser: Parser, options: Any) -> bytes:
         model = {} if options.model is None else {"model": options.model}
         return json.dumps({**model, "prompt": options.prompt}).encode()
     return sys.stdin.buffer.read() if options.body == "-" else Path(options.body).read_bytes()
-
-
-def _ask(url: str, body: bytes) -> dict[str, Any]:
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"{url} is no http:// or https:// URL")
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 - checked above
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
-            answer: dict[str, Any] = json.load(response)
-            return answer
-    except urllib.error.HTTPError as exc:
-        raise UserError(_error_text(exc.read()) or f"{url}: status {exc.code}") from None
-    except (urllib.error.URLError, TimeoutError) as exc:
-        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-        raise UserError(f"no gateway answers at {url}: {reason}") from None
-    except ValueError:
-        raise UserError(f"{url} did not answer in JSON; is it a gateway's admin address?") from None
-
-
-def _error_text(body: bytes) -> str | None:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _table(answer: dict[str, Any]) -> str:

@@ -18,10 +18,11 @@ from gateway.debug.explain import explain
 from gateway.debug.gauges import FleetGauges
 from gateway.debug.health import degradations, health, is_usable
 from gateway.debug.learned import learned
+from gateway.debug.queue import queue_page
 from gateway.proxy import errors
 from gateway.proxy.access import AccessLog
 from gateway.proxy.body import read_body
-from gateway.proxy.errors import SERVER_NAME, json_response
+from gateway.proxy.errors import SERVER_NAME, ApiError, json_response
 from gateway.proxy.server import Page, run_page, target_of
 from gateway.record.recorder import PATH as RECORD
 
@@ -59,6 +60,7 @@ class Faces:
             "/debug/config": _read_only(self._config),
             "/debug/explain": self._explain,
             "/debug/learned": _read_only(self._learned),
+            "/debug/queue": _read_only(self._queue),
             RECORD: self._core.recorder.page,
         }
 
@@ -94,6 +96,9 @@ class Faces:
     def _learned(self, request: web.BaseRequest) -> web.Response:
         return json_response(_indented(learned(self._core)))
 
+    def _queue(self, request: web.BaseRequest) -> web.Response:
+        return json_response(_indented(queue_page(self._core.queue, self._core.fleet)))
+
     async def _explain(self, request: web.BaseRequest) -> web.Response:
         if request.method != "POST":
             raise errors.method_not_allowed(request.method, "/debug/explain", frozenset({"POST"}))
@@ -103,17 +108,28 @@ class Faces:
 
 
 class AdminPort:
-    """Pages by exact path; nothing is forwarded but what a page forwards."""
+    """Pages by exact path, else by what it begins with; nothing is forwarded but what a page forwards."""
 
     def __init__(self, pages: dict[str, Page]) -> None:
-        self._pages = pages
+        self.pages = pages
+        self.prefixes: dict[str, Page] = {}
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = target_of(request).partition("?")[0]
-        page = self._pages.get(path)
+        if request.method not in _GET and _is_of_another_site(request):
+            return ApiError(403, "Nothing is changed from another site's page.", code="cross_origin").response()
+        page = self.pages.get(path)
+        if page is None:
+            page = next((page for prefix, page in self.prefixes.items() if path.startswith(prefix)), None)
         if page is None:
             return errors.unknown_url(request.method, path).response()
         return await run_page(page, request)
+
+
+def _is_of_another_site(request: web.BaseRequest) -> bool:
+    """A page that somebody looks at on this host could send requests here; browsers tell where it is from."""
+    origin = request.headers.get("Origin")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("Host")
 
 
 def _read_only(page: Page) -> Page:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from gateway.core import Core
 from gateway.debug.health import DEGRADATIONS, degradations, is_ready
 from gateway.debug.learned import factors_in_force
+from gateway.debug.queue import queue_gauges
 from gateway.engine.feed import FeedStatus
 from gateway.proxy.access import AccessLog
 from scorer.fleet import Worker
@@ -48,11 +49,14 @@ class FleetGauges(Collector):
             degraded.add_metric([what], float(what in found))
         yield degraded
         yield from self._fleet()
+        yield from queue_gauges(self._core.queue, self._core.fleet)
         yield from self._hits()
         yield from self._handoffs()
         yield from self._events()
         yield from self._index()
         yield from self._tokens()
+        yield from self._sessions()
+        yield from self._stored()
         dropped = CounterMetricFamily("warmroute_access_log_lines_dropped", "Access log lines there was no room for.")
         dropped.add_metric([], self._access.dropped)
         yield dropped
@@ -90,6 +94,29 @@ class FleetGauges(Collector):
             age.add_metric([worker.name], math.nan if stats is None else max(0.0, now_s - stats.scraped_at_s))
         yield available
         yield age
+
+    def _sessions(self) -> Iterator[Metric]:
+        sessions = self._core.planner.sessions
+        yield _gauge("sessions", "Sessions whose worker is remembered (scorer.session_affinity).", len(sessions))
+        decided = CounterMetricFamily(
+            "warmroute_session_decisions",
+            "Placements of requests of a session, by what became of it.",
+            labels=["outcome"],
+        )
+        for outcome, n in sessions.counts.items():
+            decided.add_metric([outcome.value], n)
+        yield decided
+
+    def _stored(self) -> Iterator[Metric]:
+        yield _gauge("stored_responses", "Ids of /v1/responses remembered.", len(self._core.stored))
+        lookups = CounterMetricFamily(
+            "warmroute_stored_response_lookups", "Ids of stored responses looked up, by outcome.", labels=["outcome"]
+        )
+        for outcome, count in self._core.holders.lookups.items():
+            lookups.add_metric([outcome], count)
+        yield lookups
+        references = len(self._core.planner.holdings.media)
+        yield _gauge("media_references", "Pairs of prompt and worker known by images, audio or video.", references)
 
     def _hits(self) -> Iterator[Metric]:
         for name, (text, field) in _HITS.items():
@@ -151,6 +178,7 @@ class FleetGauges(Collector):
             partial.add_metric([worker], float(any(feed.partial for feed in ranks)))
         yield known
         yield partial
+        yield from self._ranks(feeds)
         failures = CounterMetricFamily("warmroute_event_ingest", "Counts of the event intake.", labels=["what"])
         for what, n in sorted(self._core.ingest.counters().items()):
             failures.add_metric([what], n)
@@ -159,6 +187,30 @@ class FleetGauges(Collector):
         for state, n in self._core.ingest.replay_levels().items():
             replays.add_metric([state], n)
         yield replays
+
+    def _ranks(self, feeds: dict[str, list[FeedStatus]]) -> Iterator[Metric]:
+        """One rank that says nothing hides behind a worker whose others do."""
+        labels = ["worker", "rank"]
+        arriving = GaugeMetricFamily(
+            "warmroute_events_rank_arriving", "Whether the rank's own events say what it holds.", labels=labels
+        )
+        age = GaugeMetricFamily(
+            "warmroute_events_rank_age_seconds", "Since its last batch; NaN if there was none.", labels=labels
+        )
+        for worker, ranks in feeds.items():
+            for feed in ranks:
+                names = [worker, str(feed.rank)]
+                arriving.add_metric(names, float(self._core.publishing.speaks(feed)))
+                age.add_metric(names, math.nan if feed.last_batch_age_s is None else feed.last_batch_age_s)
+        yield arriving
+        yield age
+        refused = CounterMetricFamily(
+            "warmroute_events_refused", "Events whose blocks are finer than the GPU's.", labels=labels
+        )
+        for (worker, rank), n in self._core.index.refused_events().items():
+            if worker in feeds:
+                refused.add_metric([worker, str(rank)], n)
+        yield refused
 
     def _index(self) -> Iterator[Metric]:
         stats = self._core.index.stats()
@@ -181,20 +233,40 @@ class FleetGauges(Collector):
         usage = self._core.tokens.usage()
         yield _gauge("tokenizer_jobs", "Prompts being tokenised here.", usage["jobs"])
         yield _gauge("tokenizer_cache_bytes", "Memory of the token cache.", usage["cache_bytes"])
-        jobs = CounterMetricFamily("warmroute_tokenizer_cache", "Look-ups in the token cache.", labels=["result"])
+        jobs = CounterMetricFamily(
+            "warmroute_tokenizer_cache", "Look-ups in the token cache, a chat's pieces one by one.", labels=["result"]
+        )
         jobs.add_metric(["hit"], usage["cache_hits"])
         jobs.add_metric(["miss"], usage["cache_misses"])
         yield jobs
+        text = CounterMetricFamily(
+            "warmroute_tokenizer_text_bytes",
+            "Text looked up in the token cache; misses are tokenised.",
+            labels=["result"],
+        )
+        text.add_metric(["hit"], usage["cache_hit_bytes"])
+        text.add_metric(["miss"], usage["cache_miss_bytes"])
+        yield text
         shed = CounterMetricFamily("warmroute_tokenizer_jobs_shed", "Prompts not tokenised because too many waited.")
         shed.add_metric([], usage["jobs_shed"])
         yield shed
         sources = GaugeMetricFamily(
             "warmroute_token_source", "Whether prompts are tokenised so now.", labels=["model", "source"]
         )
+        encoders = GaugeMetricFamily(
+            "warmroute_tokenizer_encoder", "Whether it makes the ids of a local tokenizer.", labels=["model", "encoder"]
+        )
+        pieces = GaugeMetricFamily(
+            "warmroute_tokenizer_pieces", "Whether of a chat only what is new is tokenised.", labels=["model"]
+        )
         for model, status in self._core.tokens.status().items():
             for source in ("local", "engine", "estimate"):
                 sources.add_metric([model, source], float(status["source"] == source))
-        yield sources
+            local = status["local"]
+            for encoder in ("fastokens", "tokenizers"):
+                encoders.add_metric([model, encoder], float(local.get("encoder") == encoder))
+            pieces.add_metric([model], float(local.get("pieces", False)))
+        yield from (sources, encoders, pieces)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from gateway.core import Core
+from gateway.debug.queue import filling
 from gateway.engine.capabilities import EventSource
 from gateway.engine.health import State
-from gateway.engine.scraper import WorkerScrape
-from gateway.publishing import EVENTS_UP, is_speaking
+from gateway.publishing import EVENTS_UP
 from scorer.fleet import Worker
 from scorer.types import Role
 
@@ -40,10 +40,13 @@ DEGRADATIONS = (
     "events_catching_up",
     "events_partial",
     "events_silent",
+    "events_refused",
     "replay_missing",
     "tokens_estimated",
     "tokens_by_engine",
+    "tokens_slow",
     "learning_not_kept",
+    "queue_filling",
 )
 
 
@@ -58,8 +61,7 @@ class Degradation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 def health(core: Core) -> dict[str, Any]:
     """Workers by name with role and state; `usable` counts those a request can be sent to."""
-    scrapes = core.scraper.status()
-    workers = {name: _worker(core, worker, scrapes.get(name)) for name, worker in sorted(core.fleet.workers.items())}
+    workers = {name: shown_worker(core, worker) for name, worker in sorted(core.fleet.workers.items())}
     usable = [w for w in core.fleet.workers.values() if is_usable(core, w)]
     return {
         "status": "ok" if usable else "unavailable",
@@ -79,7 +81,9 @@ def is_ready(core: Core, worker: Worker) -> bool:
     return bool(worker.models) and not worker.draining and core.is_well(worker.name)
 
 
-def _worker(core: Core, worker: Worker, scrape: WorkerScrape | None) -> dict[str, Any]:
+def shown_worker(core: Core, worker: Worker) -> dict[str, Any]:
+    """How it is, in JSON's terms."""
+    scrape = core.scraper.status_of(worker.name)
     state = core.health.state(worker.name)
     name, reason = state.state.value, state.reason
     if worker.draining or worker.name in core.asleep:
@@ -103,9 +107,22 @@ def degradations(core: Core) -> list[Degradation]:
     found = [Degradation(what="discovery", detail=problem) for problem in problems]
     if core.learned.problem is not None:
         found.append(Degradation(what="learning_not_kept", detail=core.learned.problem))
+    found += [Degradation(what="discovery", detail=detail) for detail in _named_twice(core)]
+    found += [Degradation(what="queue_filling", model=model, detail=how) for model, how in filling(core.queue)]
     if not core.fleet.workers:
         return [*found, Degradation(what="no_workers", detail="no worker is configured or discovered")]
     return [*found, *_of_workers(core), *_of_pairs(core), *_of_events(core), *_of_tokens(core)]
+
+
+def _named_twice(core: Core) -> Iterator[str]:
+    """Servers that go by several names, of which each sees half of the load."""
+    names: dict[str, list[str]] = {}
+    for name, worker in core.fleet.workers.items():
+        if worker.url is not None and not worker.draining:
+            names.setdefault(worker.url, []).append(name)
+    for url, several in sorted(names.items()):
+        if len(several) > 1:
+            yield f"{', '.join(sorted(several))} are one server ({url}), whose load is counted apart"
 
 
 def _of_workers(core: Core) -> Iterator[Degradation]:
@@ -115,7 +132,9 @@ def _of_workers(core: Core) -> Iterator[Degradation]:
     for name, worker in sorted(core.fleet.workers.items()):
         state, scrape = core.health.state(name), scrapes.get(name)
         if worker.draining:
-            yield Degradation(what="worker_draining", worker=name, detail="it is on its way out")
+            held = core.roster.is_held(name)
+            detail = "an operator has drained it" if held else "it is on its way out"
+            yield Degradation(what="worker_draining", worker=name, detail=detail)
         if name in core.asleep:
             yield Degradation(what="worker_asleep", worker=name, detail="the engine sleeps")
         if state.state is not State.HEALTHY:
@@ -199,9 +218,18 @@ def _of_events(core: Core) -> Iterator[Degradation]:
                 )
         was_used = (hits := core.hits.workers.get(name)) is not None and hits.requests > 0
         for feed in mine if was_used and not worker.publishes_events else ():
-            if feed.endpoint_state in EVENTS_UP and not is_speaking(feed):
-                detail = f"rank {feed.rank}: no event has come although requests were sent to the worker"
+            if feed.endpoint_state in EVENTS_UP and not core.publishing.speaks(feed):
+                prompts = core.publishing.unannounced(feed)
+                sent = f"{prompts} new prompts were sent to it" if prompts else "requests were sent to the worker"
+                detail = f"rank {feed.rank}: no event has come although {sent}"
                 yield Degradation(what="events_silent", worker=name, detail=f"{detail}; its cache is guessed")
+
+    refused: dict[str, int] = {}
+    for (name, _), n in core.index.refused_events().items():
+        refused[name] = refused.get(name, 0) + n
+    for name, n in sorted(refused.items()):
+        detail = f"{n} events had blocks finer than the GPU's: what its lower tiers hold is not known"
+        yield Degradation(what="events_refused", worker=name, detail=detail)
 
 
 def _of_tokens(core: Core) -> Iterator[Degradation]:
@@ -214,3 +242,6 @@ def _of_tokens(core: Core) -> Iterator[Degradation]:
         elif source == "engine":
             detail = f"each prompt is tokenised by an engine ({status['why_not_local'] or 'no local tokenizer'})"
             yield Degradation(what="tokens_by_engine", model=model, detail=detail)
+        elif why := status["local"].get("why_not_fastokens"):
+            detail = f"prompts take longer to tokenise than they could ('fastokens': {why})"
+            yield Degradation(what="tokens_slow", model=model, detail=detail)

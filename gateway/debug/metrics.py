@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics import MetricWrapperBase
 
 from scorer.types import CHOICES, TokenSource
@@ -15,6 +15,7 @@ from scorer.types import CHOICES, TokenSource
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
 _DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_WAIT_BUCKETS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0)
 _STATUSES = {int(status): str(int(status)) for status in HTTPStatus}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # A second series for each, which nobody asks for.
@@ -26,11 +27,17 @@ REJECTED = (
     "model_not_found",
     "no_worker",
     "over_concurrency",
+    "queue_full",
+    "tenant_queue_full",
+    "queue_timeout",
+    "predicted_late",
+    "draining",
+    "no_identity",
     "unknown_path",
 )
 """Reasons for which a request never reached a worker."""
 RETRIED = ("connect", "disconnected", "timeout", "status_502", "status_503")
-CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained")
+CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained", "too_large")
 """Why an answer was not relayed to its end."""
 NO_WORKER = "none"
 
@@ -64,6 +71,9 @@ class Metrics:
             ("worker",),
             registry=registry,
         )
+        self.realtime = Gauge(
+            "warmroute_realtime_sessions", "WebSockets of /v1/realtime that are open.", registry=registry
+        )
         self.overhead = Histogram(
             "warmroute_overhead_seconds",
             "From the request body's last byte to the decision, tokenising included.",
@@ -74,6 +84,12 @@ class Metrics:
             "warmroute_time_to_first_token_seconds",
             "From the request body's last byte to the first byte of a streamed answer.",
             buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.queue_wait = Histogram(
+            "warmroute_queue_wait_seconds",
+            "How long requests waited that had to, those included that gave up or were refused.",
+            buckets=_WAIT_BUCKETS_S,
             registry=registry,
         )
         self.duration = Histogram(
@@ -106,12 +122,13 @@ class Metrics:
             del self._request_series[key]
             _remove(self._requests, worker, _status(key[1]))
 
-    def request(self, worker: str | None, status: int, duration_s: float) -> None:
-        """One request was answered; `worker` None: not by a worker."""
+    def request(self, worker: str | None, status: int, duration_s: float | None) -> None:
+        """One request was answered; `worker` None: not by a worker; `duration_s` None: how long is nobody's matter."""
         if worker is None or worker not in self._workers:
             worker = NO_WORKER
         self._request_child(worker, status).inc()
-        self.duration.observe(duration_s)
+        if duration_s is not None:
+            self.duration.observe(duration_s)
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(reason).inc()

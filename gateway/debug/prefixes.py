@@ -45,7 +45,8 @@ class TopPrefixes:
 
     def note(self, prompt: Prompt, adapter: str | None, block_size: int, cached_tokens: int, now_s: float) -> None:
         """A prompt found `cached_tokens` of itself in the cache it went to."""
-        n_blocks = min(cached_tokens // block_size, DEEPEST_BLOCKS)
+        # With images the engine finds more than the text before the first one, which is all that is known here.
+        n_blocks = min(min(cached_tokens, prompt.n_tokens) // block_size, DEEPEST_BLOCKS)
         if n_blocks == 0:
             return
         if now_s < self._next_s:
@@ -80,6 +81,9 @@ class TopPrefixes:
             }
             for entry in shown[:n]
         ]
+
+    def clear(self) -> None:
+        self._entries.clear()
 
     def _add(self, key: int, parent: int | None, depth_tokens: int, weight: float) -> None:
         entry = self._entries.get(key)

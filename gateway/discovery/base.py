@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -10,11 +11,23 @@ from gateway.config.schema import Worker
 from gateway.errors import UserError
 from scorer.types import ChangeKind, Role, WorkerChange
 
-_PORTS = {"http": 80, "https": 443}
+PORTS = {"http": 80, "https": 443}
+
+
+class Source(Enum):
+    """Where a worker is known from. Of several that name the same one, the first of these is believed."""
+
+    STATIC = "static"
+    FILE = "file"
+    DNS = "dns"
+    API = "api"
 
 
 class Discovery(Protocol):
     """One way to know workers. `problem` says, for people, why it knows less than it should; None: all is well."""
+
+    @property
+    def source(self) -> Source: ...
 
     @property
     def problem(self) -> str | None: ...
@@ -41,7 +54,7 @@ def worker_name(worker: Worker) -> str:
     url = urlsplit(worker.url)
     host = url.hostname or ""
     host = f"[{host}]" if ":" in host else host
-    return f"{host}:{url.port or _PORTS[url.scheme]}{url.path.rstrip('/')}"
+    return f"{host}:{url.port or PORTS[url.scheme]}{url.path.rstrip('/')}"
 
 
 def by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
@@ -65,6 +78,8 @@ def change(kind: ChangeKind, name: str, worker: Worker) -> WorkerChange:
         replay_endpoint=worker.replay,
         nixl_endpoint=worker.nixl,
         labels=worker.labels,
+        server_name=worker.server_name,
+        weight=worker.weight,
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gateway.config.load import load_workers
 from gateway.config.schema import Worker
-from gateway.discovery.base import by_name, differences
+from gateway.discovery.base import Source, by_name, differences
 from gateway.discovery.lines import is_lines, read_lines
 from gateway.errors import UserError
 from scorer.types import ChangeKind, WorkerChange
@@ -29,6 +29,8 @@ _Version = tuple[int, bytes]
 
 class FileDiscovery:
     """Looks at `path` every `poll_s`. A worker that leaves the list is DRAINING, or REMOVED with `drain` False."""
+
+    source = Source.FILE
 
     def __init__(self, path: str, *, poll_s: float = 1.0, drain: bool = True) -> None:
         self.problem: str | None = None

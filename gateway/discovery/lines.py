@@ -38,7 +38,9 @@ def read_lines(text: str, file: str) -> tuple[Worker, ...]:
                 problems.append(f"{file}:{number}: expected one of {', '.join(_KEYS)} with =value, got {pair!r}")
             values[key] = value
         try:
-            workers.append(msgspec.convert({k: v for k, v in values.items() if k in ("url", *_KEYS)}, Worker))
+            workers.append(
+                msgspec.convert({k: v for k, v in values.items() if k in ("url", *_KEYS)}, Worker, strict=False)
+            )
         except msgspec.ValidationError as error:
             problems.append(f"{file}:{number}: {error}")
     if problems:

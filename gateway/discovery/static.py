@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 
 from gateway.config.schema import Worker
-from gateway.discovery.base import by_name, change
+from gateway.discovery.base import Source, by_name, change
 from scorer.types import ChangeKind, WorkerChange
 
 
 class StaticDiscovery:
     """Raises NameClashError when two workers have one name."""
 
+    source = Source.STATIC
     problem: str | None = None
 
     def __init__(self, workers: Iterable[Worker]) -> None:

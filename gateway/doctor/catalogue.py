@@ -1,7 +1,14 @@
-"""Every code that doctor knows. `docs/doctor.md` shows this table; a test holds the two together."""
+"""Every code that doctor knows. `docs/doctor.md` shows this table; a test holds the two together.
+
+What concerns prefill and decode workers is in catalogue_pd.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.doctor.catalogue_pd import PD_RULES
 from gateway.doctor.findings import Finding, Rule, Severity
 
 _OK, _NOTE, _WARNING, _ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
@@ -62,8 +69,8 @@ RULES: dict[str, Rule] = {
     ),
     "clock-skew": Rule(
         _NOTE,
-        "Restart detection compares engine times of one machine only, but logs and traces will not line up.",
-        "synchronise the clocks (NTP)",
+        "Nothing compares times of two machines, but logs and traces will not line up.",
+        "synchronise the clocks (NTP, chrony)",
     ),
     "check-incomplete": Rule(
         _ERROR,
@@ -112,6 +119,13 @@ RULES: dict[str, Rule] = {
         "The address is open, but no event publisher answers there.",
         'compare --events with "endpoint" in --kv-events-config (not "replay_endpoint", not the HTTP port)',
     ),
+    "events-need-bind": Rule(
+        _WARNING,
+        "The engine does not listen for subscribers but connects somewhere, and this gateway is not set up to be "
+        "there: routing will guess from what it sent.",
+        "run the gateway with --events-mode bind --events-bind-endpoint tcp://0.0.0.0:PORT, or give the engine an "
+        '"endpoint" with a star ("tcp://*:PORT") in --kv-events-config',
+    ),
     "events-bind-failed": Rule(
         _WARNING,
         "The engine connects to this address, and doctor could not listen there.",
@@ -154,6 +168,11 @@ RULES: dict[str, Rule] = {
         _WARNING,
         "Blocks named in events that cannot be read are missing from the index.",
         "report it with the vLLM version; something else may be publishing to this port",
+    ),
+    "block-size-refused": Rule(
+        _WARNING,
+        "Blocks of a lower tier in finer pieces than the GPU's cannot be followed; that tier looks empty.",
+        "give the offloading connector the engine's --block-size, or a multiple of it",
     ),
     "events-unknown-type": Rule(
         _NOTE, "Events of a type that this version does not know are skipped.", "upgrade warmroute if the code is newer"
@@ -299,16 +318,42 @@ RULES: dict[str, Rule] = {
         "check that --model is the same checkpoint; KV hand-off compares the path as well",
     ),
     "versions-differ": Rule(
-        _NOTE, "Routing works across versions; KV hand-off between them does not.", "roll all to one version"
+        _NOTE,
+        "Routing works across versions, whatever the format of their events; KV hand-off between them does not.",
+        "roll all to one version",
     ),
     "block-sizes-differ": Rule(
         _NOTE, "Routing works across block sizes; hits are counted in each worker's own blocks.", "nothing"
     ),
+    "clocks-differ": Rule(
+        _NOTE, "Nothing compares times of two engines, but their logs will not line up.", "synchronise the clocks (NTP)"
+    ),
+    # ---- a running gateway (--admin) ----
+    "gateway": Rule(_OK, "The gateway sees nothing that is not as it should be."),
+    "gateway-unreachable": Rule(
+        _ERROR,
+        "What the gateway sees of its fleet cannot be read.",
+        "give the address of its admin port (gateway.admin_host, gateway.admin_port; 8001), not that of its main port",
+    ),
+    "gateway-degraded": Rule(
+        _WARNING,
+        "Something makes the gateway's decisions worse than they could be.",
+        "see the other findings about that worker, and docs/architecture.md",
+    ),
+    "gateway-hits-missed": Rule(
+        _WARNING,
+        "The engine finds less in its cache than its events promised: the cache was emptied while it was idle, or "
+        "removals do not arrive.",
+        "reset caches through the gateway (POST /reset_prefix_cache there), and see events-gap and copies-stay",
+    ),
+    **PD_RULES,
 }
 
 
-def finding(code: str, worker: str, sentence: str, *, rank: int | None = None) -> Finding:
-    """A finding with the severity, meaning and fix of its code."""
+def finding(
+    code: str, worker: str, sentence: str, *, rank: int | None = None, evidence: Mapping[str, Any] | None = None
+) -> Finding:
+    """A finding with the severity, meaning and fix of its code. `evidence` must be JSON's kinds of values."""
     rule = RULES[code]
     # names come from servers: nothing in them may steer a terminal or break a line
     sentence = "".join(char if char.isprintable() else "?" for char in sentence)
@@ -320,4 +365,5 @@ def finding(code: str, worker: str, sentence: str, *, rank: int | None = None) -
         meaning="" if rule.severity is Severity.OK else rule.meaning,
         fix=rule.fix,
         rank=rank,
+        evidence=evidence or {},
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from gateway.config.schema import EventsConfig
 from gateway.doctor.catalogue import finding
 from gateway.doctor.findings import Finding
 from gateway.doctor.probe import Outcome
@@ -68,6 +69,24 @@ def judge(
     if bad_messages:
         found.append(finding("events-malformed", worker, f"{bad_messages} messages were no event batches"))
     return found
+
+
+def judge_mode(worker: str, sources: Mapping[int, EventSource], events: EventsConfig) -> list[Finding]:
+    """Whether a gateway set up so listens where the engine connects."""
+    wanted = sorted({source.endpoint for source in sources.values() if source.engine_connects and source.endpoint})
+    if not wanted:
+        return []
+    ports = {endpoint.rpartition(":")[2] for endpoint in wanted}
+    if events.mode == "bind" and ports == {(events.bind_endpoint or "").rpartition(":")[2]}:
+        return []
+    listens = "events.mode is connect"
+    if events.mode == "bind":
+        listens = f"events.bind_endpoint is {events.bind_endpoint}"
+    said = (
+        f"it connects to {', '.join(wanted)}, and {listens}: start the gateway with --events-mode bind "
+        f"--events-bind-endpoint tcp://0.0.0.0:{wanted[0].rpartition(':')[2]}"
+    )
+    return [finding("events-need-bind", worker, said, evidence={"endpoints": wanted, "events_mode": events.mode})]
 
 
 # ---- the connection -------------------------------------------------------------------------------------------------
@@ -197,6 +216,10 @@ def _content(worker: str, seen: RankSeen, block_size: int | None) -> list[Findin
         found.append(finding("events-gap", worker, f"{gaps} gaps in the sequence of batches"))
     if heard.malformed:
         found.append(finding("events-malformed", worker, f"{heard.malformed} events cannot be read"))
+    refused = seen.index.get("counters", {}).get("refused_block_size_events", 0)
+    if refused:
+        said = f"{refused} events had blocks that are finer than the GPU's"
+        found.append(finding("block-size-refused", worker, said, evidence={"events": refused}))
     if heard.unknown:
         named = ", ".join(f"{name} ({count})" for name, count in sorted(heard.unknown.items()))
         found.append(finding("events-unknown-type", worker, f"unknown events: {named}"))

@@ -7,23 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 
 import aiohttp
 import msgspec
 
+from gateway.config.schema import Config
 from gateway.doctor.catalogue import finding
-from gateway.doctor.events import RankSeen, judge, judge_reuse
-from gateway.doctor.fetch import Http
+from gateway.doctor.clock import Offset, judge_clock, judge_clocks
+from gateway.doctor.events import RankSeen, judge, judge_mode, judge_reuse
+from gateway.doctor.fetch import Answer, Http
 from gateway.doctor.findings import Finding, Report
 from gateway.doctor.fleet import judge_fleet
+from gateway.doctor.gateway import examine_gateway
 from gateway.doctor.identity import PATHS, Identity, identify
 from gateway.doctor.probe import Outcome, Prober, probe_length
 from gateway.doctor.tap import Tap, connect_error, is_up, until
+from gateway.doctor.team import examine_team
 from gateway.doctor.tokenizer import check_tokenizer, tokenizer_path
+from gateway.doctor.transfers import judge_transfers, kv_shape
 from gateway.engine.capabilities import EventSource
+from gateway.engine.settings import PATH as SERVER_INFO
+from gateway.engine.settings import Settings, parse_settings
+from gateway.engine.transfers import parse_nixl
+from gateway.tls import client_context
+from scorer.types import Role
 
 _DEADLINE_TIMEOUTS = 20.0
 """A worker's deadline in timeouts: connecting, one replay, and two tries of a probe are all slow at the most."""
@@ -32,7 +42,8 @@ _WORKERS_AT_ONCE = 16
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """`timeout_s` bounds each single wait. `events` and `replays`: addresses of rank 0 by worker, where they are given;
-    one with `*` for a host is listened at. `headers` go with every request.
+    one with `*` for a host is listened at. `headers` go with every request. `roles` and `nixl` (workers[].nixl) by
+    worker, and `config`, are the gateway's.
     """
 
     timeout_s: float = 5.0
@@ -42,6 +53,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     probe: bool = True
     headers: Mapping[str, str] = {}
     deadline_s: float | None = None
+    roles: Mapping[str, Role] = {}
+    nixl: Mapping[str, str] = {}
+    config: Config = Config()
+    admin: str | None = None
+    """Admin address of a gateway that runs."""
 
 
 _KEEP_ALIVE_S = 2.0
@@ -51,7 +67,7 @@ _KEEP_ALIVE_S = 2.0
 async def examine(urls: Sequence[str], options: Options, *, rng: random.Random, repeated: Sequence[str] = ()) -> Report:
     """Findings about the workers at `urls`, each given once; `repeated` are those that were given more often."""
     found: dict[str, list[Finding]] = {url: [] for url in urls}
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=client_context(options.config.tls))
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
         visits = [Visit(Http(session, url, options.timeout_s, options.headers), options, found[url]) for url in urls]
         await asyncio.gather(*(visit.guard(visit.identify()) for visit in visits))
@@ -64,7 +80,48 @@ async def examine(urls: Sequence[str], options: Options, *, rng: random.Random, 
         finally:
             for tap in shared.values():
                 await tap.close()
-    return Report(found, judge_fleet([visit.me for visit in visits], plan, repeated))
+        fleet = judge_fleet([visit.me for visit in visits], plan, repeated)
+        fleet += await _together(visits, options, rng)
+        if options.admin is not None:
+            fleet += await examine_gateway(Http(session, options.admin, options.timeout_s))
+        await asyncio.gather(*(visit.guard(visit.count()) for visit in visits if visit.me.nixl is not None))
+    # At the end, when every answer has narrowed down what can be said.
+    fleet += judge_clocks([(visit.url, visit.offset) for visit in visits])
+    for visit in visits:
+        fleet += judge_clock(visit.me, visit.offset, margin_s=options.config.pd.lease_margin_s)
+    for each in fleet:
+        if each.worker:
+            found[each.worker].append(each)
+    return Report(found, [each for each in fleet if not each.worker])
+
+
+async def _together(visits: Sequence[Visit], options: Options, rng: random.Random) -> list[Finding]:
+    found: list[Finding] = []
+    deadline_s = options.deadline_s or _DEADLINE_TIMEOUTS * options.timeout_s
+    check = examine_team(
+        [visit.me for visit in visits],
+        {visit.url: visit.http for visit in visits},
+        options.config.pd,
+        {visit.url: visit.sources for visit in visits},
+        found,
+        rng,
+        probe=options.probe,
+        timeout_s=options.timeout_s,
+        deadline_s=deadline_s,
+    )
+    await guarded(check, 2 * deadline_s, "", found)
+    return found
+
+
+async def guarded(check: Awaitable[None], deadline_s: float, url: str, found: list[Finding]) -> None:
+    """Await `check` up to the deadline; whatever ends it early becomes a finding."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            await check
+    except TimeoutError:
+        found.append(finding("check-incomplete", url, f"it was not done after {deadline_s:g} s"))
+    except Exception as error:  # a fault of ours must not hide what else there is to say
+        found.append(finding("check-failed", url, f"{type(error).__name__} in a check"))
 
 
 class Visit:
@@ -72,30 +129,49 @@ class Visit:
 
     def __init__(self, http: Http, options: Options, found: list[Finding]) -> None:
         self.url = http.url
-        self.me = Identity(url=http.url, usable=False)
+        self.http = http
+        self.me = Identity(url=http.url, usable=False, role=options.roles.get(http.url, Role.BOTH))
         self.sources: dict[int, EventSource] = {}
-        self._http = http
+        self.offset = Offset()
         self._options = options
         self._found = found
         self._deadline_s = options.deadline_s or _DEADLINE_TIMEOUTS * options.timeout_s
+        http.on_answer = self._dated
+
+    def _dated(self, answer: Answer) -> None:
+        if answer.date_s is not None:
+            self.offset.heard(answer.date_s, answer.sent_s, answer.came_s)
 
     async def guard(self, check: Awaitable[None]) -> None:
-        """Await `check` up to the deadline; whatever ends it early becomes a finding."""
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                await check
-        except TimeoutError:
-            said = f"it was not done after {self._deadline_s:g} s"
-            self._found.append(finding("check-incomplete", self.url, said))
-        except Exception as error:  # a fault of ours must not hide what else there is to say
-            self._found.append(finding("check-failed", self.url, f"{type(error).__name__} in a check"))
+        await guarded(check, self._deadline_s, self.url, self._found)
 
     async def identify(self) -> None:
-        answers = await asyncio.gather(*(self._http.get(path) for path in PATHS))
-        self.me, found = identify(self.url, dict(zip(PATHS, answers, strict=True)), time.time())
+        answers = await asyncio.gather(*(self.http.get(path) for path in PATHS))
+        self.me, found = identify(self.url, dict(zip(PATHS, answers, strict=True)), self.me.role)
         self._found += found
-        if self.me.usable:
-            self.sources = sources_of(self.me, self._options.events.get(self.url), self._options.replays.get(self.url))
+        if not self.me.usable:
+            return
+        options = self._options
+        self.me.nixl_address = options.nixl.get(self.url)
+        self.sources = sources_of(self.me, options.events.get(self.url), options.replays.get(self.url))
+        if self.me.nixl is not None or self.me.role is not Role.BOTH:
+            self.me.settings = await self._settings()
+            self.me.kv_shape = await asyncio.to_thread(kv_shape, self.me)
+
+    async def _settings(self) -> Settings | None:
+        """A page for development, which takes an engine a second and may fail there."""
+        answer = await self.http.get(SERVER_INFO)
+        if isinstance(answer, Answer) and answer.status == 200:
+            with suppress(msgspec.MsgspecError):
+                return parse_settings(answer.body)
+        return None
+
+    async def count(self) -> None:
+        """What it has transferred by now, the probes included."""
+        answer = await self.http.get("/metrics")
+        if isinstance(answer, Answer):
+            self.me.nixl = parse_nixl(answer.body.decode(errors="replace")) or self.me.nixl
+        self._found += judge_transfers(self.me)
 
     async def follow(self, shared: Mapping[str, Tap], rng: random.Random, slots: asyncio.Semaphore) -> None:
         models = self.me.models
@@ -109,7 +185,7 @@ class Visit:
             )
 
     async def _tokenizer(self, model: str, path: str | None) -> None:
-        self._found += await check_tokenizer(self._http, model, path)
+        self._found += await check_tokenizer(self.http, model, path)
 
     # ---- events and probes ------------------------------------------------------------------------------------------
 
@@ -118,6 +194,7 @@ class Visit:
             return
         if not self.sources:
             self._found.append(self._no_events())
+        self._found += judge_mode(self.url, self.sources, self._options.config.events)
         own = Tap(self._options.timeout_s)
         try:
             taps = {rank: shared.get(s.endpoint or "", own) for rank, s in self.sources.items()}
@@ -153,7 +230,7 @@ class Visit:
             self._found.append(finding("probe-skipped", self.url, said))
             return {}
         several = self._n_ranks > 1
-        prober = Prober(self._http, model, n_tokens, pick_rank=several, rng=rng)
+        prober = Prober(self.http, model, n_tokens, pick_rank=several, rng=rng)
 
         async def one(rank: int) -> tuple[int, Outcome]:
             source = self.sources.get(rank)

@@ -6,7 +6,8 @@ import asyncio
 import email.utils
 import os
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 import aiohttp
 import msgspec
@@ -15,11 +16,15 @@ _MAX_BODY_BYTES = 16 << 20
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came back. `date_s` is the server's clock (Unix seconds, whole) from its Date header."""
+    """What came back. `date_s` is the server's clock (Unix seconds, whole) from its Date header; `sent_s` and `came_s`
+    are ours, when it was asked and when its headers were here.
+    """
 
     status: int
     body: bytes
     date_s: float | None = None
+    sent_s: float = 0.0
+    came_s: float = 0.0
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -39,6 +44,7 @@ class Http:
         self.session = session
         self.timeout_s = timeout_s
         self.headers = dict(headers or {})
+        self.on_answer: Callable[[Answer], None] = lambda answer: None
 
     async def get(self, path: str) -> Answer | Fault:
         return await self._ask("GET", path, None, {})
@@ -53,6 +59,7 @@ class Http:
         self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float | None = None
     ) -> Answer | Fault:
         allowed_s = timeout_s or self.timeout_s
+        sent_s = time.time()
         try:
             async with (
                 asyncio.timeout(allowed_s),
@@ -60,12 +67,16 @@ class Http:
                     method, self.url + path, data=data, headers={**self.headers, **headers}, allow_redirects=False
                 ) as response,
             ):
+                came_s = time.time()
                 body = bytearray()
                 async for chunk in response.content.iter_any():
                     body += chunk
                     if len(body) > _MAX_BODY_BYTES:
                         return Fault("not-vllm", f"{path} sends more than {_MAX_BODY_BYTES} bytes")
-                return Answer(response.status, bytes(body), _unix_s(response.headers.get("Date")))
+                date_s = _unix_s(response.headers.get("Date"))
+                answer = Answer(response.status, bytes(body), date_s, sent_s, came_s)
+                self.on_answer(answer)
+                return answer
         except TimeoutError:
             return Fault("timeout", f"{path} gave no answer within {allowed_s:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -25,7 +27,9 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """`sentence` is what was seen; `worker` is empty for what concerns several; `rank` None: not one rank's."""
+    """`sentence` is what was seen; `worker` is empty for what concerns several; `rank` None: not one rank's.
+    `evidence`: the figures in the sentence, by name, for programs.
+    """
 
     severity: Severity
     code: str
@@ -34,6 +38,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     meaning: str = ""
     fix: str = ""
     rank: int | None = None
+    evidence: Mapping[str, Any] = {}
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -21,7 +21,6 @@ def judge_fleet(workers: Sequence[Identity], plan: Plan, repeated: Sequence[str]
     found += _same_servers(workers, plan)
     found += _endpoints(plan)
     found += _models(workers)
-    found += _differences("versions-differ", "vLLM", workers, lambda me: me.version)
     found += _differences("block-sizes-differ", "block size", workers, lambda me: me.stats and me.stats.block_size)
     return found
 
@@ -85,6 +84,7 @@ def _models(workers: Sequence[Identity]) -> list[Finding]:
     for name in sorted(set().union(*served.values())) if served else ():
         mine = [me for me in known if name in served[me.url]]
         said = f"{name}: max_model_len"
+        found += _differences("versions-differ", f"{name}: vLLM", mine, lambda me: me.version)
         found += _differences("max-model-len-differs", said, mine, lambda me: me.models and me.models.max_model_len)
         found += _differences("roots-differ", f"{name}: root", mine, lambda me: me.models and me.models.root)
     return found

@@ -12,7 +12,10 @@ from gateway.doctor.fetch import Answer, Fault
 from gateway.doctor.findings import Finding
 from gateway.engine.capabilities import EventSource, Models, parse_event_sources, parse_models, parse_version
 from gateway.engine.metrics import parse_metrics
-from scorer.types import EngineStats
+from gateway.engine.settings import Settings
+from gateway.engine.transfers import NixlCounts, parse_nixl
+from gateway.handoff.compatible import Side
+from scorer.types import EngineStats, Role
 
 PATHS = ("/health", "/version", "/v1/models", "/metrics", "/kv_event_sources")
 
@@ -20,17 +23,28 @@ OLDEST = (0, 11)
 """The first vLLM whose event format was read (facts: array events since 0.11)."""
 NEWEST = (0, 32)
 """The last vLLM that was run against."""
-SKEW_S = 5.0
-"""The Date header has whole seconds, and its answer takes a while to come."""
+COUNTS_NIXL = (0, 22)
+"""The first vLLM whose connector was read and counts its transfers; of older ones nothing is concluded."""
 _NO_SUCH_PATH = (404, 405, 501)
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 _ENGINE = re.compile(r'^vllm:cache_config_info\{[^\n]*?\bengine="(\d+)"', re.MULTILINE)
 
 
+class KvShape(msgspec.Struct, frozen=True):
+    """What makes a transfer's descriptors: one layer of one block each. `layer_bytes_per_token`: on one GPU."""
+
+    layers: int
+    layer_bytes_per_token: float
+
+
 class Identity(msgspec.Struct, kw_only=True):
-    """What one worker is. None: it does not say. `sources` by rank; `engines` are the ranks its metrics name."""
+    """What one worker is. None: it does not say. `sources` by rank; `engines` are the ranks its metrics name.
+    `announced`: where a prefill of its own said that its NIXL side channel is; `nixl_address`: where we are told that
+    it is.
+    """
 
     url: str
+    role: Role = Role.BOTH
     version: str | None = None
     models: Models | None = None
     stats: EngineStats | None = None
@@ -40,15 +54,45 @@ class Identity(msgspec.Struct, kw_only=True):
     """Whether it is a vLLM that can be sent prompts."""
     sources: dict[int, EventSource] | None = None
     engines: tuple[int, ...] = ()
+    kv_cache_dtype: str | None = None
+    settings: Settings | None = None
+    nixl: NixlCounts | None = None
+    kv_shape: KvShape | None = None
+    announced: tuple[str, int] | None = None
+    nixl_address: str | None = None
 
     @property
     def n_ranks(self) -> int:
         return max(len(self.engines), 1)
 
+    @property
+    def hands_over(self) -> bool | None:
+        """Whether it has a NIXL connector whose blocks are fetched (not one that pushes them). None: not told."""
+        if self.settings is not None and self.settings.connector is not None:
+            return self.settings.transfer_mode == "pull"
+        numbers = _NUMBERS.match(self.version or "")
+        may_count_nothing = numbers is not None and (int(numbers[1]), int(numbers[2])) < COUNTS_NIXL
+        if self.stats is None or (self.nixl is None and may_count_nothing):
+            return None
+        return self.nixl is not None
 
-def identify(url: str, answers: Mapping[str, Answer | Fault], wall_s: float) -> tuple[Identity, list[Finding]]:
-    """`answers` by path of PATHS; `wall_s` is our clock (Unix seconds) when they came."""
-    me = Identity(url=url)
+    @property
+    def side(self) -> Side:
+        """What another engine compares when the two shake hands."""
+        return Side(
+            name=self.url,
+            version=self.version,
+            model_path=None if self.models is None else self.models.root,
+            kv_cache_dtype=self.kv_cache_dtype,
+            block_size=None if self.stats is None else self.stats.block_size,
+            hands_over=self.hands_over,
+            settings=self.settings,
+        )
+
+
+def identify(url: str, answers: Mapping[str, Answer | Fault], role: Role = Role.BOTH) -> tuple[Identity, list[Finding]]:
+    """`answers` by path of PATHS; `role` is the worker's in our configuration."""
+    me = Identity(url=url, role=role)
     faults = [answer for answer in answers.values() if isinstance(answer, Fault)]
     if len(faults) == len(answers) and faults:
         me.usable = False
@@ -62,7 +106,6 @@ def identify(url: str, answers: Mapping[str, Answer | Fault], wall_s: float) -> 
         return me, [finding("not-vllm", url, f"it answers HTTP, but is no vLLM server: {problem}")]
     me.version = version
     found = [*_versions(me), *(finding(fault.code, url, fault.sentence) for fault in _distinct(faults))]
-    found += _clock(url, got, wall_s)
     found += _health(me, got.get("/health"))
     found += _models(me, got.get("/v1/models"))
     found += _metrics(me, got.get("/metrics"), text)
@@ -105,14 +148,6 @@ def _versions(me: Identity) -> list[Finding]:
     return [reachable]
 
 
-def _clock(url: str, got: Mapping[str, Answer], wall_s: float) -> list[Finding]:
-    skews = [answer.date_s - wall_s for answer in got.values() if answer.date_s is not None]
-    skew_s = min(skews, key=abs, default=0.0)
-    if abs(skew_s) <= SKEW_S:
-        return []
-    return [finding("clock-skew", url, f"its clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}")]
-
-
 def _health(me: Identity, answer: Answer | None) -> list[Finding]:
     if answer is None or answer.status == 200 or answer.status in _NO_SUCH_PATH:
         return []
@@ -153,6 +188,8 @@ def _metrics(me: Identity, answer: Answer | None, text: str) -> list[Finding]:
     stats = me.stats = scrape.stats
     me.engines = tuple(sorted({int(engine) for engine in _ENGINE.findall(text)}))
     me.asleep = scrape.asleep is True
+    me.kv_cache_dtype = scrape.kv_cache_dtype
+    me.nixl = parse_nixl(text)
     parts = [f"block size {stats.block_size or 'unknown'}"]
     parts.append(f"KV capacity {stats.kv_capacity_tokens or 'unknown'} tokens")
     if me.n_ranks > 1:

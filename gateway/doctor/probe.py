@@ -93,6 +93,10 @@ def probe_length(block_size: int | None, max_model_len: int | None) -> int | Non
     return blocks * size + 1 if blocks >= MIN_BLOCKS else None
 
 
+def random_ids(rng: random.Random, n_tokens: int) -> list[int]:
+    return [rng.randrange(*_IDS) for _ in range(n_tokens)]
+
+
 class Prober:
     """Probes of one worker. `pick_rank`: name the rank in each request (a server with several of them)."""
 
@@ -114,7 +118,7 @@ class Prober:
         return outcome, ids
 
     async def _once(self, rank: int, tap: Tap | None) -> tuple[Outcome, list[int]]:
-        ids = [self._rng.randrange(*_IDS) for _ in range(self._n_tokens)]
+        ids = random_ids(self._rng, self._n_tokens)
         outcome = Outcome(rank=rank, n_tokens=self._n_tokens)
         before = self._batches(rank, tap)
         first = await self._send(ids, rank)
@@ -164,7 +168,7 @@ class Prober:
         if isinstance(answer, Fault):
             return answer.sentence
         if answer.status != 200:
-            return f"/v1/completions has status {answer.status}{_said(answer.body)}"
+            return f"/v1/completions has status {answer.status}{error_text(answer.body)}"
         try:
             return _completion.decode(answer.body).usage
         except msgspec.MsgspecError:
@@ -175,7 +179,8 @@ def _cached(usage: _Usage) -> int | None:
     return None if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
 
 
-def _said(body: bytes) -> str:
+def error_text(body: bytes) -> str:
+    """What an OpenAI error says, in brackets, to be put behind its status."""
     try:
         message = _refusal.decode(body).error.message
     except msgspec.MsgspecError:

@@ -66,6 +66,7 @@ def _object(finding: Finding) -> dict[str, Any]:
         "code": finding.code,
         "rank": finding.rank,
         "sentence": finding.sentence,
+        "evidence": finding.evidence,
         "meaning": finding.meaning,
         "fix": finding.fix,
     }

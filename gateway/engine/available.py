@@ -13,10 +13,10 @@ class Available:
 
     def __init__(self, workers: Mapping[str, Worker], is_available: Callable[[str], bool]) -> None:
         self._workers = workers
-        self._is_available = is_available
+        self.is_up = is_available
 
     def names(self) -> list[str]:
-        return list(filter(self._is_available, self._workers))
+        return list(filter(self.is_up, self._workers))
 
     def decoders(self) -> list[str]:
         """Those that answer clients: of role decode, or both."""

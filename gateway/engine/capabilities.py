@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
+
+from gateway.engine.settings import Settings
 
 MAX_CARDS = 1000
 MAX_RANKS = 256
@@ -56,8 +57,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool | None = None
     kv_cache_dtype: str | None = None
     """None for "auto" too, which may be any."""
-    dtype: str | None = None
-    """Of the model's weights; told in development mode only."""
+    settings: Settings | None = None
+    """Told in development mode only, and asked only of engines that hand KV over."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -88,10 +89,6 @@ class _Version(msgspec.Struct):
     version: str
 
 
-class _ServerInfo(msgspec.Struct):
-    vllm_config: str
-
-
 class _Source(msgspec.Struct):
     enable_kv_cache_events: bool = True
     publisher: str | None = None
@@ -103,8 +100,6 @@ class _Source(msgspec.Struct):
 
 _cards = msgspec.json.Decoder(_Cards)
 _version = msgspec.json.Decoder(_Version)
-_server_info = msgspec.json.Decoder(_ServerInfo)
-_DTYPE = re.compile(r"[ ,(]dtype=([\w.]+)")
 _sources = msgspec.json.Decoder(dict[int, _Source], strict=False)
 
 
@@ -129,12 +124,6 @@ def parse_version(body: bytes) -> str:
     return _version.decode(body).version
 
 
-def parse_dtype(body: bytes) -> str | None:
-    """`/server_info`: the type of the weights. Raises msgspec.MsgspecError."""
-    found = _DTYPE.search(_server_info.decode(body).vllm_config)
-    return None if found is None else found.group(1)
-
-
 def parse_event_sources(body: bytes, worker_url: str) -> dict[int, EventSource]:
     """`/kv_event_sources`: per rank, addresses as seen from outside. Raises msgspec.MsgspecError."""
     host = urlsplit(worker_url).hostname or ""
@@ -152,7 +141,7 @@ def engine_binds(endpoint: str) -> bool:
     """
     if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
         return True
-    return not _is_local(_split(endpoint)[0])
+    return not is_local(_split(endpoint)[0])
 
 
 def _reachable(source: _Source, host: str) -> EventSource:
@@ -184,11 +173,11 @@ def outside_address(endpoint: str, host: str) -> str | None:
     if endpoint.startswith("inproc://"):
         return None
     if endpoint.startswith("ipc://"):
-        return endpoint if _is_local(host) else None
+        return endpoint if is_local(host) else None
     own, port = _split(endpoint)
     if not port.isdigit():
         return None
-    if own in _WILDCARDS or _is_local(own):
+    if own in _WILDCARDS or is_local(own):
         own = host
     return f"tcp://[{own}]:{port}" if ":" in own else f"tcp://{own}:{port}"
 
@@ -198,7 +187,7 @@ def _split(endpoint: str) -> tuple[str, str]:
     return own.strip("[]"), port
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether `host` means something else on every machine."""
     if host == "localhost":
         return True

@@ -102,7 +102,7 @@ class Feed:
 
     def begin_anew(self) -> None:
         """Forget that asking failed, if nothing was ever received: the stream may yet be read from its beginning."""
-        if self.stream.next_seq == 0 and self.asked is None:
+        if self.stream.next_seq == 0 and self.asked is None and not self.stream.skips:
             before = self.stream
             self.stream = self._new_stream()
             self.stream.counters = before.counters

@@ -32,6 +32,7 @@ _NIXL_SECONDS = ("nixl_xfer_time_seconds_sum",)
 _NIXL_FAILED = ("nixl_num_failed_transfers_total",)
 _NIXL_EXPIRED = ("nixl_num_kv_expired_reqs_total",)
 _KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
+_WAITING_BY_REASON = "num_requests_waiting_by_reason"
 _CACHE_CONFIG = "cache_config_info"
 _SLEEP = "engine_sleep_state"
 _START = "process_start_time_seconds"
@@ -39,7 +40,8 @@ _SUMMED = (
     *(_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT, _GENERATION, _PREEMPTIONS, _PREFILL_SUM, _PREFILL_COUNT),
     *(_NIXL_BYTES, _NIXL_SECONDS, _NIXL_FAILED, _NIXL_EXPIRED),
 )
-_NAMES = "|".join([*(name for names in _SUMMED for name in names), *_KV_USAGE, _CACHE_CONFIG, _SLEEP])
+_ALL = [*(name for names in _SUMMED for name in names), *_KV_USAGE, _WAITING_BY_REASON, _CACHE_CONFIG, _SLEEP]
+_NAMES = "|".join(sorted(_ALL, key=len, reverse=True))  # One name begins with another.
 _MOST = 1e24
 _QUOTED = r'"(?:[^"\\\n]|\\.)*"'
 _SERIES = re.compile(
@@ -76,6 +78,7 @@ def parse_metrics(text: str, scraped_at_s: float) -> Scrape:
         scraped_at_s=scraped_at_s,
         running=_sum(samples, _RUNNING),
         waiting=_sum(samples, _WAITING),
+        waiting_for_room=_waiting_for_room(samples.get(_WAITING_BY_REASON, ())),
         kv_usage=min(1.0, max(0.0, sum(usage) / len(usage))) if usage else None,
         block_size=next((size for size in block_sizes if size), None),
         kv_blocks=_total(blocks),
@@ -104,6 +107,11 @@ def _newest(samples: _Samples, names: Sequence[str]) -> list[float]:
 
 def _sum(samples: _Samples, names: Sequence[str]) -> float | None:
     values = _newest(samples, names)
+    return sum(values) if values else None
+
+
+def _waiting_for_room(reasons: Sequence[tuple[str, float]]) -> float | None:
+    values = [value for labels, value in reasons if _labels(labels).get("reason") == "capacity"]
     return sum(values) if values else None
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -22,12 +22,13 @@ from gateway.engine.capabilities import (
     Capabilities,
     EventSource,
     Models,
-    parse_dtype,
     parse_event_sources,
     parse_models,
     parse_version,
 )
 from gateway.engine.metrics import Scrape, parse_metrics
+from gateway.engine.settings import PATH as SERVER_INFO
+from gateway.engine.settings import Settings, parse_settings
 from scorer.types import EngineStats
 
 log = logging.getLogger(__name__)
@@ -42,14 +43,14 @@ _COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_queries_tokens")
 
 class ScrapeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`timeout_s` bounds one request. `failures` in a row make a worker that was well unreachable; `models_interval_s`
-    is how often its list of models is read again, because adapters come and go at run time.
+    is how often its list of models is read again at most, because adapters come and go at run time: with each reading.
     """
 
     interval_s: float = 1.0
     timeout_s: float = 2.0
     at_once: int = 64
     failures: int = 2
-    models_interval_s: float = 10.0
+    models_interval_s: float = 0.0
     retry_max_s: float = 5.0
 
 
@@ -91,9 +92,10 @@ class _Failed(Exception):
 
 
 class _Worker:
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, server_name: str | None) -> None:
         self.name = name
         self.url = url.rstrip("/")
+        self.server_name = server_name
         self.scrape: Scrape | None = None
         self.capabilities: Capabilities | None = None
         self.reachable: bool | None = None
@@ -105,6 +107,8 @@ class _Worker:
         self.hurry = asyncio.Event()
         self.must_learn = True
         self.models_due_s = 0.0
+        self.learning = asyncio.Lock()
+        """The later of two lists of models has to be the later one told."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -135,14 +139,16 @@ class Scraper:
         """For workers that failed last, so that many dead ones cannot hold up the living."""
         self._workers: dict[str, _Worker] = {}
 
-    def add(self, name: str, url: str) -> None:
-        """Start reading a worker. Needs a running event loop; another URL under the same name replaces it."""
+    def add(self, name: str, url: str, server_name: str | None = None) -> None:
+        """Start reading a worker. Needs a running event loop; another URL under the same name replaces it.
+        `server_name` is what its certificate names, if not the URL's host.
+        """
         known = self._workers.get(name)
         if known is not None:
-            if known.url == url.rstrip("/"):
+            if (known.url, known.server_name) == (url.rstrip("/"), server_name):
                 return
             self.remove(name)
-        worker = self._workers[name] = _Worker(name, url)
+        worker = self._workers[name] = _Worker(name, url, server_name)
         worker.task = asyncio.get_running_loop().create_task(self._follow(worker), name=f"scrape {name}")
 
     def remove(self, name: str) -> None:
@@ -163,6 +169,17 @@ class Scraper:
         if worker is not None:
             worker.hurry.set()
 
+    async def read_models(self, names: Iterable[str]) -> None:
+        """Read anew what these workers serve; who does not answer keeps what is known of it."""
+        workers = [self._workers[name] for name in names if name in self._workers]
+        await asyncio.gather(*(self._learn_again(worker) for worker in workers))
+
+    async def _learn_again(self, worker: _Worker) -> None:
+        if worker.scrape is None or worker.must_learn or worker.reachable is not True:
+            return  # Its next reading brings everything.
+        worker.models_due_s = 0.0
+        await self._learn(worker, worker.scrape)
+
     def reachable(self, name: str) -> bool | None:
         """None: not known (yet)."""
         worker = self._workers.get(name)
@@ -171,6 +188,10 @@ class Scraper:
     def status(self) -> dict[str, WorkerScrape]:
         now_s = self._now()
         return {name: self._status(worker, now_s) for name, worker in self._workers.items()}
+
+    def status_of(self, name: str) -> WorkerScrape | None:
+        worker = self._workers.get(name)
+        return None if worker is None else self._status(worker, self._now())
 
     def _status(self, worker: _Worker, now_s: float) -> WorkerScrape:
         stats = worker.scrape.stats if worker.scrape is not None else None
@@ -240,16 +261,20 @@ class Scraper:
 
     async def _learn(self, worker: _Worker, scrape: Scrape) -> None:
         """Bring the capabilities up to date. What fails is kept as it was and asked for again with the next reading."""
+        async with worker.learning:
+            await self._learn_in_turn(worker, scrape)
+
+    async def _learn_in_turn(self, worker: _Worker, scrape: Scrape) -> None:
         if not worker.must_learn and self._now() < worker.models_due_s:
             return
         old = worker.capabilities or Capabilities()
-        version, sources, dtype = old.version, old.event_sources, old.dtype
+        version, sources, settings = old.version, old.event_sources, old.settings
         try:
             if worker.must_learn:
                 models, version, sources = await asyncio.gather(
                     self._models(worker), self._version(worker), self._event_sources(worker)
                 )
-                dtype = await self._dtype(worker) if scrape.stats.nixl_bytes is not None else None
+                settings = await self._settings_of(worker) if scrape.stats.nixl_bytes is not None else None
             else:
                 models = await self._models(worker)
         except _Failed as failed:
@@ -271,7 +296,7 @@ class Scraper:
             kv_blocks=stats.kv_blocks,
             prefix_caching=stats.prefix_caching,
             kv_cache_dtype=scrape.kv_cache_dtype,
-            dtype=dtype,
+            settings=settings,
         )
         tell = worker.must_learn or new != worker.capabilities
         worker.capabilities = new
@@ -287,11 +312,11 @@ class Scraper:
         body = await self._get_if_there(worker, "/version")
         return None if body is None else _decoded(parse_version, "/version", body)
 
-    async def _dtype(self, worker: _Worker) -> str | None:
+    async def _settings_of(self, worker: _Worker) -> Settings | None:
         """Of those who hand KV over: a page for development, which costs the server a second and may fail there."""
         with suppress(_Failed):
-            body = await self._get_if_there(worker, "/server_info")
-            return None if body is None else _decoded(parse_dtype, "/server_info", body)
+            body = await self._get_if_there(worker, SERVER_INFO)
+            return None if body is None else _decoded(parse_settings, SERVER_INFO, body)
         return None
 
     async def _event_sources(self, worker: _Worker) -> dict[int, EventSource] | None:
@@ -327,7 +352,12 @@ class Scraper:
             try:
                 async with (
                     asyncio.timeout(self._settings.timeout_s),
-                    self._session.get(worker.url + path, headers=self._headers, allow_redirects=False) as response,
+                    self._session.get(
+                        worker.url + path,
+                        headers=self._headers,
+                        allow_redirects=False,
+                        server_hostname=worker.server_name,
+                    ) as response,
                 ):
                     self._on_date(worker.name, response.headers.get("Date"))
                     return response.status, await _bounded(response.content, path)

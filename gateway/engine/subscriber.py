@@ -162,6 +162,13 @@ class EventIngest:
         """`worker` is a new process, started at `process_start_s` (its own Unix clock): what it held is gone."""
         self._turns.post(lambda: self._restarted(worker, reason, process_start_s))
 
+    def forget(self, worker: str, reason: str) -> None:
+        """`worker`'s cache was emptied, whatever its events still say of before: it is cleared, and none of that comes
+        back.
+        """
+        self._index.clear(worker)
+        self._turns.post(lambda: self._forgotten(worker, reason))
+
     def status(self) -> dict[Holder, FeedStatus]:
         """One entry per (worker, rank) that is followed or was heard of."""
         now_s = self._now()
@@ -243,6 +250,10 @@ class EventIngest:
                 feed.counters["restarts_already_known"] += 1
             else:
                 self._carry_out(feed, feed.stream.restarted(reason))
+
+    def _forgotten(self, worker: str, reason: str) -> None:
+        for feed in self._feeds.of_worker(worker):
+            self._carry_out(feed, feed.stream.forgotten(reason))
 
     # ---- what sources report ----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ _AVOID_S = 5.0
 
 class _Engine(msgspec.Struct):
     url: str
+    server_name: str | None
     call: EngineTokenize
     avoid_until_s: float = 0.0
 
@@ -52,17 +53,20 @@ class EngineTokenizers:
         self._engines: dict[str, _Engine] = {}
         self._models: dict[str, _Model] = {}
 
-    def declare(self, urls: Mapping[str, str], capabilities: Mapping[str, Capabilities]) -> None:
-        """Take in all workers that have a URL and said what they serve."""
-        known = {worker: said for worker, said in capabilities.items() if worker in urls}
+    def declare(
+        self, addresses: Mapping[str, tuple[str, str | None]], capabilities: Mapping[str, Capabilities]
+    ) -> None:
+        """Take in all workers that have an address (URL, and what its certificate names) and said what they serve."""
+        known = {worker: said for worker, said in capabilities.items() if worker in addresses}
         for worker in set(self._engines) - set(known):
             del self._engines[worker]
         served: dict[str, list[str]] = {}
         for worker, said in known.items():
             engine = self._engines.get(worker)
-            if engine is None or engine.url != urls[worker]:
-                call = aiohttp_tokenize(self._session, urls[worker], self._headers)
-                self._engines[worker] = _Engine(urls[worker], call)
+            if engine is None or (engine.url, engine.server_name) != addresses[worker]:
+                url, server_name = addresses[worker]
+                call = aiohttp_tokenize(self._session, url, self._headers, server_name)
+                self._engines[worker] = _Engine(url, server_name, call)
             for name in (*said.models, *(adapter.name for adapter in said.adapters)):
                 served.setdefault(name, []).append(worker)
         for name in set(self._models) - set(served):

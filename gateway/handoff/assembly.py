@@ -36,8 +36,9 @@ def assemble(
     available: Available,
     nixl_of: Callable[[str], str | None],
     rng: random.Random,
+    told_lease_s: Callable[[str], float | None] = lambda worker: None,
 ) -> Shared:
-    """`nixl_of(worker)`: its configured side channel."""
+    """`nixl_of(worker)`: its configured side channel. `told_lease_s(worker)`: the lease its engine tells."""
     metrics = HandoffMetrics(registry)
     return Shared(
         settings=HandoffSettings.from_config(pd),
@@ -53,5 +54,6 @@ def assemble(
         clock=AnswerClock(),
         available=available,
         nixl_of=nixl_of,
+        told_lease_s=told_lease_s,
         rng=rng,
     )

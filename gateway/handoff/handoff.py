@@ -227,7 +227,7 @@ class Handoff:
 
     def _offer(self, legs: Legs, leg: PrefillLeg, data: bytes, answered_s: float) -> Offer:
         shared = self._shared
-        lease_ends_s = answered_s + shared.settings.lease_s
+        lease_ends_s = answered_s + shared.lease_s(legs.prefill_worker)
         try:
             answer = read_answer(data, self._kind)
         except BadAnswer as exc:

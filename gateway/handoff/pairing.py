@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.engine.capabilities import Capabilities
+from gateway.handoff.compatible import Side, differences, without_connector
 from gateway.handoff.engine_ids import EngineIds
 from gateway.handoff.stranded import Stranded
 from scorer.fleet import Fleet, Worker
@@ -77,21 +78,27 @@ class Pairing:
 
     def _apart(self, prefill: Worker, decode: Worker) -> str | None:
         """Why the two cannot pair, as far as both say anything about it."""
-        ours, theirs = self._capabilities_of(prefill.name), self._capabilities_of(decode.name)
+        ours, theirs = self._side(prefill), self._side(decode)
         if ours is None or theirs is None:
             return None
-        for what, one, other in (
-            ("vLLM versions", ours.version, theirs.version),
-            ("model paths", ours.root, theirs.root),
-            ("KV cache types", ours.kv_cache_dtype, theirs.kv_cache_dtype),
-            ("model types", ours.dtype, theirs.dtype),
-        ):
-            if one is not None and other is not None and one != other:
-                return f"different {what}: {one} and {other}"
-        for worker, peer in ((prefill, decode), (decode, prefill)):
-            if hands_over(worker) is False and hands_over(peer):
-                return f"{worker.name} has no NIXL connector"  # Of the same version, it would say so too.
-        return None
+        for difference in differences(ours, theirs):
+            return str(difference)
+        name = without_connector(ours, theirs)
+        return None if name is None else f"{name} has no NIXL connector"
+
+    def _side(self, worker: Worker) -> Side | None:
+        told = self._capabilities_of(worker.name)
+        if told is None:
+            return None
+        return Side(
+            name=worker.name,
+            version=told.version,
+            model_path=told.root,
+            kv_cache_dtype=told.kv_cache_dtype,
+            block_size=told.block_size,
+            hands_over=hands_over(worker),
+            settings=told.settings,
+        )
 
 
 def _are_peers(source: Worker, decode: Worker) -> bool:

@@ -137,5 +137,5 @@ class PrefillLeg:
 
     def strand(self, answered_s: float) -> None:
         """It has done its work, and what it holds only an answer that could be read would have told."""
-        until_s = answered_s + self._shared.settings.lease_s
+        until_s = answered_s + self._shared.lease_s(self._name)
         self._shared.releases.stranded.add(self._name, self._prompt_tokens, until_s)

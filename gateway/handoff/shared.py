@@ -22,7 +22,9 @@ from scorer.planner import Planner
 
 
 class Shared(msgspec.Struct, frozen=True, kw_only=True):
-    """What all handoffs work with. `nixl_of` names a worker's configured side channel."""
+    """What all handoffs work with. `nixl_of` names a worker's configured side channel, `told_lease_s` the lease that
+    its engine tells (None: it does not).
+    """
 
     settings: HandoffSettings
     connector: Connector
@@ -37,4 +39,10 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     clock: AnswerClock
     available: Available
     nixl_of: Callable[[str], str | None]
+    told_lease_s: Callable[[str], float | None]
     rng: random.Random
+
+    def lease_s(self, worker: str) -> float:
+        """How long a worker keeps blocks for others: as configured, or shorter where it says so."""
+        told_s = self.told_lease_s(worker)
+        return self.settings.lease_s if told_s is None else min(told_s, self.settings.lease_s)

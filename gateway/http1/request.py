@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from email.utils import formatdate
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from multidict import CIMultiDict
@@ -22,12 +23,7 @@ if TYPE_CHECKING:
 _JOINED_BELOW_BYTES = 16 << 10
 """Larger pieces are not copied to stand behind a head."""
 _BODYLESS = frozenset({204, 304})
-_REASONS = {
-    200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
-    408: "Request Timeout", 413: "Content Too Large", 422: "Unprocessable Content", 429: "Too Many Requests",
-    431: "Request Header Fields Too Large", 500: "Internal Server Error", 501: "Not Implemented", 502: "Bad Gateway",
-    503: "Service Unavailable", 504: "Gateway Timeout", 505: "HTTP Version Not Supported",
-}  # fmt: skip
+_REASONS = {int(status): status.phrase for status in HTTPStatus}
 
 
 class RawRequest:

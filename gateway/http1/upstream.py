@@ -30,8 +30,8 @@ _WITH_BODY = frozenset({"PATCH", "POST", "PUT"})
 class RawUpstream(Upstream):
     """Every exchange has a connection to itself; the one used last is used next."""
 
-    def __init__(self, url: str, settings: PoolSettings) -> None:
-        super().__init__(url, settings)
+    def __init__(self, url: str, settings: PoolSettings, server_name: str | None = None) -> None:
+        super().__init__(url, settings, server_name)
         try:
             parts = urlsplit(self.base_url)
             self._host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -111,7 +111,7 @@ class RawUpstream(Upstream):
                         lambda: Wire(loop, self._free, self._lost),
                         sock=peer,
                         ssl=self._tls,
-                        server_hostname=None if self._tls is None else self._host,
+                        server_hostname=None if self._tls is None else self.server_name or self._host,
                     )
                 except BaseException:
                     peer.close()

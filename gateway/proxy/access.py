@@ -39,6 +39,8 @@ class Record(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     cached_tokens: int | None = None
     output_tokens: int | None = None
     overhead_ms: float | None = None
+    queued_ms: float | None = None
+    """Spent waiting for a worker with room; None: it did not have to."""
     ttft_ms: float | None = None
     # By a factory, so that they are shown when they are 0.
     duration_ms: float = msgspec.field(default_factory=float)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from yarl import URL
 
 from gateway.proxy import errors
 from gateway.proxy.body import read_body
-from gateway.proxy.errors import ApiError, json_response
+from gateway.proxy.errors import json_response
 from gateway.proxy.headers import request_headers
 from gateway.proxy.peer import Upstream, UpstreamError
 from gateway.proxy.routes import CONTROLS, Control
@@ -26,7 +26,7 @@ _LONGEST_BODY_BYTES = 1 << 20
 
 class EngineControls:
     """`cleared(worker)` is called when a worker's prefix cache is gone, `changed(worker)` when its models may have
-    changed.
+    changed, before the answer goes out.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class EngineControls:
         workers: Callable[[], list[str]],
         *,
         cleared: Callable[[str], None],
-        changed: Callable[[str], None],
+        changed: Callable[[str], Awaitable[None]],
     ) -> None:
         self._upstreams = upstreams
         self._workers = workers
@@ -55,15 +55,14 @@ class EngineControls:
         target = URL.build(path=control.path, query=[(k, v) for k, v in url.query.items() if k != "worker"])
         headers = request_headers(request.raw_headers)
         answers = await asyncio.gather(
-            *(self._ask(worker, control, target.raw_path_qs, headers, body) for worker in workers)
+            *(self.ask(worker, control, target.raw_path_qs, headers, body) for worker in workers)
         )
-        for worker, answer in zip(workers, answers, strict=True):
-            if answer["status"] is None or answer["status"] >= 400:
-                continue
-            if control.clears_cache(url.query):
+        done = [each for each, said in zip(workers, answers, strict=True) if said["status"] and said["status"] < 400]
+        if control.clears_cache(url.query):
+            for worker in done:
                 self._cleared(worker)
-            if control.models:
-                self._changed(worker)
+        if control.models:
+            await asyncio.gather(*map(self._changed, done))
         results = dict(zip(workers, answers, strict=True))
         return json_response(msgspec.json.encode({"results": results}), _overall({a["status"] for a in answers}))
 
@@ -72,16 +71,15 @@ class EngineControls:
         named = url.query.getall("worker", [])
         unknown = sorted(set(named) - set(known))
         if unknown:
-            raise ApiError(
-                404, f"No worker is named {', '.join(unknown)}; there are: {', '.join(known)}.", code="unknown_worker"
-            )
+            raise errors.unknown_worker(unknown, known)
         if not known:
             raise errors.no_worker("none is known")
         return list(dict.fromkeys(named)) or known
 
-    async def _ask(
+    async def ask(
         self, worker: str, control: Control, target: str, headers: CIMultiDict[str], body: bytes
     ) -> dict[str, Any]:
+        """`{"status", "body"}` of one worker's answer; the status is None if there was none."""
         upstream = self._upstreams.get(worker)
         if upstream is None:
             return {"status": None, "body": "the worker has just been removed"}

@@ -86,8 +86,8 @@ class AioAnswer(UpstreamAnswer):
 
 
 class AioUpstream(Upstream):
-    def __init__(self, url: str, settings: PoolSettings) -> None:
-        super().__init__(url, settings)
+    def __init__(self, url: str, settings: PoolSettings, server_name: str | None = None) -> None:
+        super().__init__(url, settings, server_name)
         self._session = self._new_session(keep=True)
         self._fresh: aiohttp.ClientSession | None = None
         self._urls: dict[str, URL] = {}
@@ -127,6 +127,7 @@ class AioUpstream(Upstream):
                 allow_redirects=False,
                 skip_auto_headers=_OWN_HEADERS_OF_AIOHTTP,
                 expect100=ask,
+                server_hostname=self.server_name,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             cause = exc.os_error if isinstance(exc, aiohttp.ClientConnectorError) else exc

@@ -27,7 +27,7 @@ from gateway.proxy.flight import Flight
 from gateway.proxy.headers import RANK_HEADER
 from gateway.proxy.incoming import Incoming
 from gateway.proxy.parts import Parts
-from gateway.proxy.peer import Broken, NoConnection, Upstream, UpstreamError
+from gateway.proxy.peer import Broken, Disconnected, NoConnection, Upstream, UpstreamError
 from gateway.proxy.relay import Answer
 from gateway.proxy.timed import TimedBody
 from scorer.planner import ModelNotFound, NoWorker
@@ -61,6 +61,11 @@ class Dispatch:
         self.handoff: Handoff | None = None
         self._offer: Offer | None = None
         self._upstream: Upstream | None = None
+
+    @property
+    def raw(self) -> bytes:
+        """The request's body."""
+        return self._sending.raw
 
     # ---- placed by its prompt ----------------------------------------------------------------------------------------
 
@@ -224,7 +229,9 @@ class Dispatch:
 
     def _note_local(self, flight: Flight) -> None:
         """What is cached on the decode worker counts only where it computes the prompt."""
-        self._parts.hits.predicted(flight.worker, flight.facts.prompt_tokens, flight.plan.chosen.cached_tokens)
+        prompt_tokens, chosen = flight.facts.prompt_tokens, flight.plan.chosen
+        self._parts.hits.predicted(flight.worker, prompt_tokens, chosen.cached_tokens)
+        self._parts.sent(*chosen.decode, prompt_tokens - chosen.cached_tokens)
 
     def _note_choice(self, flight: Flight) -> None:
         record, plan = self._record, flight.plan
@@ -313,15 +320,30 @@ class Dispatch:
         if not names:
             self._parts.metrics.rejected("no_worker")
             raise errors.no_worker("none is up")
-        name = min(names, key=lambda name: sum(load.requests for load in fleet.workers[name].loads.values()))
+        return await self.at(min(names, key=lambda name: sum(x.requests for x in fleet.workers[name].loads.values())))
+
+    async def at(self, name: str) -> Answer:
+        """The answer of that worker, with nothing booked."""
         upstream = self._parts.upstreams.get(name)
         self._record.worker = name
         if upstream is None:
-            raise errors.no_worker("none is up")
-        try:
-            return await self._exchange(upstream, self._sending.headers, self._sending.raw, fresh=False)
-        except (UpstreamError, OSError) as exc:
-            raise ApiError(502, f"Worker {name} gave no answer.", type_=errors.UPSTREAM, code="upstream") from exc
+            raise errors.no_worker(f"{name} has left")
+        for fresh in (False, True):
+            try:
+                return await self._exchange(upstream, self._sending.headers, self._sending.raw, fresh=fresh)
+            except (UpstreamError, OSError) as exc:
+                if self._request.gone:
+                    raise ConnectionResetError("the client is gone") from exc
+                if not fresh and isinstance(exc, Broken | Disconnected):
+                    continue  # Perhaps it was about to be closed as idle.
+                timed_out = isinstance(exc, TimeoutError)
+                raise ApiError(
+                    504 if timed_out else self._parts.unreachable_status,
+                    f"Worker {name} gave no answer.",
+                    type_=errors.UPSTREAM,
+                    code="upstream_timeout" if timed_out else "upstream_unreachable",
+                ) from exc
+        raise AssertionError
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 

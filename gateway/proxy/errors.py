@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import traceback
+from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
@@ -95,6 +96,11 @@ def method_not_allowed(method: str, path: str, allowed: frozenset[str]) -> ApiEr
 
 def model_not_found(model: str) -> ApiError:
     return ApiError(404, f"The model `{_short(model)}` does not exist.", code="model_not_found", param="model")
+
+
+def unknown_worker(names: Sequence[str], known: Sequence[str]) -> ApiError:
+    shown = ", ".join(map(_short, names))
+    return ApiError(404, f"No worker is named {shown}; there are: {', '.join(known)}.", code="unknown_worker")
 
 
 def no_worker(message: str) -> ApiError:

@@ -125,8 +125,9 @@ class Flight:
         """How long silence is to be expected: to the first token, or to the last if the answer comes in one piece."""
         quiet_s = self.plan.chosen.price.ttft_s
         if not self.facts.streaming:
-            cost = self._planner.cost
-            quiet_s += cost.output_tokens(self.facts.max_output_tokens) * cost.step_s(1, self.facts.prompt_tokens)
+            cost, worker = self._planner.cost, self._planner.fleet.workers.get(self.worker)
+            step_s = cost.step_s(1, self.facts.prompt_tokens, 1.0 if worker is None else worker.weight)
+            quiet_s += cost.output_tokens(self.facts.max_output_tokens) * step_s
         return quiet_s
 
     def _close(self, outcome: Outcome, end: End) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from itertools import count
 from urllib.parse import quote
 
@@ -34,6 +34,7 @@ from gateway.proxy.routes import Route
 from gateway.proxy.usage import Usage, UsageTail
 from gateway.request import BadRequest
 from gateway.sidecar.hints import NO_HINTS, Hints
+from gateway.stored import Place, ResponseHead, is_stored
 from indexer import Prompt
 from scorer.types import PdReason, RequestFacts
 
@@ -48,17 +49,22 @@ CLIENT_LEFT = 499
 """In logs and metrics, the status of an answer nobody waited for (nginx's)."""
 
 
+Holder = Callable[[], Awaitable[str]]
+
+
 class Exchange:
     """The state of one request while it is served."""
 
     __slots__ = (
         "_admitted",
         "_dispatch",
+        "_holder",
         "_parts",
         "_plan_id",
         "_relaying",
         "_server",
         "_usage",
+        "_wait_s",
         "began_s",
         "headers",
         "record",
@@ -68,7 +74,17 @@ class Exchange:
         "target",
     )
 
-    def __init__(self, parts: Parts, server: Draining, request: Incoming, route: Route, target: str) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        server: Draining,
+        request: Incoming,
+        route: Route,
+        target: str,
+        holder: Holder | None = None,
+    ) -> None:
+        """`holder` names the one worker that can answer; else it is chosen."""
+        self._holder = holder
         self._parts = parts
         self._server = server
         self.request = request
@@ -90,6 +106,7 @@ class Exchange:
         self._dispatch: Dispatch | None = None
         self._plan_id: str | None = None
         self._usage: Usage | None = None
+        self._wait_s: float | None = None
         self._admitted = False
         self._relaying = False
 
@@ -133,6 +150,7 @@ class Exchange:
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
+        tenant, body = self._identified(body)
         self._server.admit()
         self._admitted = True
         dispatch = self._dispatch = Dispatch(
@@ -147,17 +165,25 @@ class Exchange:
                 raw=self._cleaned(body),
             ),
         )
+        if self._holder is not None and self.request.method != "OPTIONS":
+            await self._relay(await dispatch.at(await self._holder()), self.began_s)
+            return None
         if self.request.method == "OPTIONS" or not body:
             await self._relay(await dispatch.anywhere(), self.began_s)
             return None
         began_s = time.monotonic()
         hints = self._parts.hints(self.request)
         facts = _with_hints(await self._facts(body), hints)
+        if tenant is not None:
+            facts = msgspec.structs.replace(facts, tenant=tenant)
         if facts.keep_local is None and self.request.is_leg:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
-        dispatch.plan(facts)
+        queue = self._parts.queue
+        if queue is not None and self.route.queued:
+            self._wait_s = await queue.enter(facts, self.headers, self.record)
+        dispatch.plan(facts)  # With nothing awaited in between: until it is booked no other is let go.
         self._plan_id = hints.plan_id
-        overhead_s = time.monotonic() - began_s
+        overhead_s = time.monotonic() - began_s - (self.record.queued_ms or 0.0) / 1000
         self._parts.metrics.overhead.observe(overhead_s)
         self.record.overhead_ms = round(overhead_s * 1000, 3)
         try:
@@ -174,6 +200,17 @@ class Exchange:
             return await self._parts.reader.read(request_id, self.route.tokens, body, self.headers)
         except BadRequest as exc:
             raise self._bad_request(exc) from None
+
+    def _identified(self, body: bytes) -> tuple[str | None, bytes]:
+        """Whose it is, and the body with the cache salt of its tenant."""
+        try:
+            preflight = self.request.method == "OPTIONS"  # Browsers send those without any header of the request's.
+            return self._parts.tenancy.take(self.headers, body, salted=self.route.queued, anonymous=preflight)
+        except BadRequest as exc:
+            raise self._bad_request(exc) from None
+        except ApiError:
+            self._parts.metrics.rejected("no_identity")
+            raise
 
     def _cleaned(self, body: bytes) -> bytes:
         try:
@@ -210,8 +247,10 @@ class Exchange:
             headers["x-warmroute-worker"] = flight.worker
             headers["x-warmroute-cached-tokens"] = str(flight.plan.chosen.cached_tokens)
             headers["x-warmroute-overhead-ms"] = f"{record.overhead_ms:.3f}"
+            if flight.plan.session is not None:
+                headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
-        tail = UsageTail()
+        tail = UsageTail(self._response_head(flight))
         if good:
             flight.first_byte()
             if answer.is_stream:
@@ -248,6 +287,13 @@ class Exchange:
             0.0, self.began_s + self._parts.upstreams.request_timeout_s - time.monotonic()
         )
         await answer.relay(self.request, headers, flight, tail, close=self._server.draining, deadline_s=deadline_s)
+
+    def _response_head(self, flight: Flight) -> ResponseHead | None:
+        """Reads the id of a response that the worker keeps."""
+        if self.route.tokens != "responses" or self._dispatch is None or not is_stored(self._dispatch.raw):
+            return None
+        place, stored = Place(*flight.holder), self._parts.stored
+        return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic()))
 
     def _note_usage(self, flight: Flight, tail: UsageTail) -> None:
         usage = self._usage = tail.read()
@@ -297,6 +343,8 @@ class Exchange:
         finally:
             if self._admitted:
                 self._server.leave()
+            if parts.queue is not None:
+                parts.queue.ended(self._flight, self._wait_s, record)
             duration_s = time.monotonic() - self.began_s
             record.duration_ms = round(duration_s * 1000, 3)
             parts.metrics.request(record.worker, record.status, duration_s)
@@ -329,6 +377,6 @@ def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
         keep_local=keep_local,
         prefill_hint=hints.prefill,
         kv_source=hints.kv_source,
-        rank=hints.rank,
-        subset=hints.decode,
+        rank=facts.rank if hints.rank is None and hints.decode is None else hints.rank,
+        subset=facts.subset if hints.decode is None else hints.decode,
     )

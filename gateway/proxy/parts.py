@@ -17,9 +17,12 @@ from gateway.handoff.shared import Shared
 from gateway.proxy.access import AccessLog
 from gateway.proxy.incoming import Sender
 from gateway.proxy.upstream import UpstreamPool
+from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import Hints, no_hints
+from gateway.stored import StoredResponses
+from gateway.tenancy import NO_TENANCY, Tenancy
 from scorer.planner import Planner
 
 
@@ -41,9 +44,9 @@ class Draining(Protocol):
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What a handler works with.
 
-    `heard_since(worker, since_s)`: whether its engine has
-    answered anything of ours since then. `hints` reads what somebody in front of us has settled. `unreachable_status`
-    answers for a worker that cannot be connected to.
+    `heard_since(worker, since_s)`: whether its engine has answered anything of ours since then. `sent(worker, rank,
+    new_tokens)` is told of each prompt that goes somewhere to be computed. `hints` reads what somebody in front of us
+    has settled. `unreachable_status` answers for a worker that cannot be connected to.
     """
 
     planner: Planner
@@ -56,10 +59,14 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: TopPrefixes
     access: AccessLog
     recorder: Recorder
+    stored: StoredResponses
     rng: random.Random
     max_body_bytes: int
     response_headers: bool
     handoffs: Shared
     heard_since: Callable[[str, float], bool]
+    sent: Callable[[str, int, int], None] = lambda worker, rank, new_tokens: None
     hints: Callable[[Sender], Hints] = no_hints
     unreachable_status: int = 502
+    queue: Queue | None = None
+    tenancy: Tenancy = NO_TENANCY

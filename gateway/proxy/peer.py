@@ -100,10 +100,13 @@ class PoolSettings:
 
 
 class Upstream(ABC):
-    """One worker's connections. Answers come undecoded, redirects are not followed, cookies are not kept."""
+    """One worker's connections. Answers come undecoded, redirects are not followed, cookies are not kept. `server_name`
+    is what its certificate names, if not the URL's host.
+    """
 
-    def __init__(self, url: str, settings: PoolSettings) -> None:
+    def __init__(self, url: str, settings: PoolSettings, server_name: str | None = None) -> None:
         self.base_url = url.rstrip("/")
+        self.server_name = server_name
         self._settings = settings
         self._users = 0
         self._retired = False

@@ -10,10 +10,13 @@ _GET = frozenset({"GET", "OPTIONS"})
 
 
 class Route(NamedTuple):
-    """`tokens`: how the body's prompt is read (a kind of `TokenService.tokens_for`); None: placed by load alone."""
+    """`tokens`: how the body's prompt is read (a kind of `TokenService.tokens_for`); None: placed by load alone.
+    `queued`: the model has to run for it, so that it waits while no worker has room.
+    """
 
     methods: frozenset[str]
     tokens: str | None = None
+    queued: bool = True
 
 
 _BY_PREFIX = {
@@ -25,8 +28,6 @@ _BY_PREFIX = {
 }
 _BY_LOAD = (
     "/v1/chat/completions/batch",
-    "/v1/messages/count_tokens",
-    *(f"{path}/{verb}" for path in _BY_PREFIX if path.startswith("/v1/") for verb in ("render", "derender")),
     "/v1/embeddings",
     "/v2/embed",
     "/pooling",
@@ -34,23 +35,32 @@ _BY_LOAD = (
     "/v1/classify",
     "/score",
     "/v1/score",
+    "/generative_scoring",
     "/rerank",
     "/v1/rerank",
     "/v2/rerank",
-    "/tokenize",
-    "/v1/tokenize",
-    "/detokenize",
-    "/v1/detokenize",
+    "/cohere/v2/chat",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
     "/v1/audio/speech",
 )
+_BY_SERVER = (
+    "/v1/messages/count_tokens",
+    *(f"{path}/{verb}" for path in _BY_PREFIX if path.startswith("/v1/") for verb in ("render", "derender")),
+    "/cohere/v2/chat/render",
+    "/tokenize",
+    "/v1/tokenize",
+    "/detokenize",
+    "/v1/detokenize",
+)
+"""What an engine's server does by itself."""
 
 ROUTES: dict[str, Route] = {
     **{path: Route(_POST, kind) for path, kind in _BY_PREFIX.items()},
     **{path: Route(_POST) for path in _BY_LOAD},
-    "/version": Route(_GET),
-    "/tokenizer_info": Route(_GET),
+    **{path: Route(_POST, queued=False) for path in _BY_SERVER},
+    "/version": Route(_GET, queued=False),
+    "/tokenizer_info": Route(_GET, queued=False),
 }
 
 
@@ -97,3 +107,7 @@ def _controls() -> dict[str, Control]:
 
 CONTROLS = _controls()
 """On the admin port only."""
+
+WORKERS = "/admin/workers"
+RESET = "/admin/index/reset"
+"""Of the admin port, too."""

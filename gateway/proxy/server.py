@@ -9,7 +9,8 @@ import asyncio
 import logging
 import resource
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -19,7 +20,7 @@ from gateway.proxy.access import Record
 from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.connection import ConnectionFactory
 from gateway.proxy.errors import ApiError
-from gateway.proxy.handler import Exchange
+from gateway.proxy.handler import Exchange, Holder
 from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.parts import Parts
 from gateway.proxy.peer import Http
@@ -110,7 +111,7 @@ class DataPlane:
         self.in_flight = 0
         """Those that still send their bodies included."""
         self._served = 0
-        self._parts = parts
+        self.parts = parts
         self._max_concurrency = max_concurrency
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,18 +132,31 @@ class DataPlane:
             return await self._page(request, incoming, path)
         return incoming.response(await self.serve(incoming, route, target))
 
-    async def serve(self, request: Incoming, route: Route, target: str) -> Reply | None:
-        """One inference request. An answer of our own; None: a worker's was sent, or broken off."""
+    async def exchange(
+        self, request: web.BaseRequest, route: Route, target: str, holder: Holder | None = None
+    ) -> web.StreamResponse:
+        """What aiohttp received, by an engine: by the one that `holder` names, if it is given."""
+        incoming = AioIncoming(request)
+        return incoming.response(await self.serve(incoming, route, target, holder))
+
+    async def serve(self, request: Incoming, route: Route, target: str, holder: Holder | None = None) -> Reply | None:
+        """One request for an engine. An answer of our own; None: a worker's was sent, or broken off."""
         if request.method not in route.methods:
             path = target.partition("?")[0]
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
         if self._served >= self._max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self._max_concurrency:
-            self._parts.metrics.rejected("over_concurrency")
+            self.parts.metrics.rejected("over_concurrency")
             return self._refuse(request, target.partition("?")[0], errors.too_many_requests(self._max_concurrency))
+        with self.busy():
+            return await Exchange(self.parts, self, request, route, target, holder).serve()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Something is served that a drain waits for."""
         self.in_flight += 1
         self._idle.clear()
         try:
-            return await Exchange(self._parts, self, request, route, target).serve()
+            yield
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -150,7 +164,7 @@ class DataPlane:
 
     def admit(self) -> None:
         if self._served >= self._max_concurrency:
-            self._parts.metrics.rejected("over_concurrency")
+            self.parts.metrics.rejected("over_concurrency")
             raise errors.too_many_requests(self._max_concurrency)
         self._served += 1
 
@@ -163,13 +177,13 @@ class DataPlane:
             below = (page for prefix, page in self.prefixes.items() if path.startswith(prefix))
             page = next(below, self.fallback)
         if page is None:
-            self._parts.metrics.rejected("unknown_path")
+            self.parts.metrics.rejected("unknown_path")
             return incoming.response(self._refuse(incoming, path, errors.unknown_url(request.method, path)))
         return await run_page(page, request)
 
     def _refuse(self, request: Incoming, path: str, error: ApiError) -> Reply:
-        self._parts.metrics.request(None, error.status, 0.0)
-        self._parts.access.write(
+        self.parts.metrics.request(None, error.status, 0.0)
+        self.parts.access.write(
             Record(
                 request_id=request.headers.get("X-Request-Id", "")[:256],
                 method=request.method,

@@ -11,8 +11,8 @@ from gateway.proxy.peer import PoolSettings, Upstream
 _KINDS = {"fast": RawUpstream, "aiohttp": AioUpstream}
 
 
-def new_upstream(url: str, settings: PoolSettings) -> Upstream:
-    return _KINDS[settings.http](url, settings)
+def new_upstream(url: str, settings: PoolSettings, server_name: str | None = None) -> Upstream:
+    return _KINDS[settings.http](url, settings, server_name)
 
 
 class UpstreamPool:
@@ -28,13 +28,13 @@ class UpstreamPool:
     def request_timeout_s(self) -> float:
         return self._settings.request_timeout_s
 
-    def set(self, worker: str, url: str) -> Upstream:
-        """The worker's connections; new ones if its URL changed."""
+    def set(self, worker: str, url: str, server_name: str | None = None) -> Upstream:
+        """The worker's connections; new ones if its URL or its name changed."""
         known = self._upstreams.get(worker)
-        if known is not None and known.base_url == url.rstrip("/"):
+        if known is not None and (known.base_url, known.server_name) == (url.rstrip("/"), server_name):
             return known
         self.remove(worker)
-        upstream = self._upstreams[worker] = new_upstream(url, self._settings)
+        upstream = self._upstreams[worker] = new_upstream(url, self._settings, server_name)
         return upstream
 
     def get(self, worker: str) -> Upstream | None:

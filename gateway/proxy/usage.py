@@ -12,6 +12,8 @@ from collections import deque
 
 import msgspec
 
+from gateway.stored import ResponseHead
+
 TAIL_BYTES = 32 << 10
 _USAGE = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _SHALLOW = re.compile(rb"\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}")
@@ -49,13 +51,17 @@ _decoder = msgspec.json.Decoder(_Usage)
 class UsageTail:
     """The end of one answer."""
 
-    __slots__ = ("_pieces", "_size")
+    __slots__ = ("_head", "_pieces", "_size")
 
-    def __init__(self) -> None:
+    def __init__(self, head: ResponseHead | None = None) -> None:
+        """`head` is shown its beginning."""
+        self._head = head
         self._pieces: deque[bytes] = deque()
         self._size = 0
 
     def feed(self, piece: bytes) -> None:
+        if self._head is not None:
+            self._head.feed(piece)
         pieces = self._pieces
         pieces.append(piece)
         self._size += len(piece)

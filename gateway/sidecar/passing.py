@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -39,7 +39,7 @@ class Passing:
         engine_of: Callable[[web.BaseRequest], str],
         *,
         cleared: Callable[[str], None],
-        changed: Callable[[str], None],
+        changed: Callable[[str], Awaitable[None]],
         draining: Callable[[], bool],
         max_body_bytes: int,
     ) -> None:
@@ -124,7 +124,7 @@ class Passing:
                 return await run_page(own, request)
             if own is not None and answer.status == 404:
                 return await run_page(own, request)
-            self._note(request, engine, answer.status)
+            await self._note(request, engine, answer.status)
             return await self._relay(request, answer, began_s)
         finally:
             if answer is not None:
@@ -159,7 +159,7 @@ class Passing:
             incoming.abort()  # Half an answer must not look whole, and a stalled client is not waited for.
         return incoming.response(None)
 
-    def _note(self, request: web.BaseRequest, engine: str, status: int) -> None:
+    async def _note(self, request: web.BaseRequest, engine: str, status: int) -> None:
         """What the engine was just told to do changes what we know of it."""
         url = request.rel_url
         control = CONTROLS.get(url.path)
@@ -168,7 +168,7 @@ class Passing:
         if control.clears_cache(url.query):
             self._cleared(engine)
         if control.models:
-            self._changed(engine)
+            await self._changed(engine)
 
 
 def _unreachable(engine: str, status: int, what: str) -> ApiError:

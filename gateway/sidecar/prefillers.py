@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Collection
 
 import msgspec
 
-from gateway.discovery import Discovery
+from gateway.discovery import Discovery, Source
 from scorer.types import ChangeKind, Role, WorkerChange
 
 
@@ -16,6 +16,10 @@ class Prefillers:
     def __init__(self, discovery: Discovery, engines: Collection[str]) -> None:
         self._discovery = discovery
         self._engines = engines
+
+    @property
+    def source(self) -> Source:
+        return self._discovery.source
 
     @property
     def problem(self) -> str | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
+import msgspec
 from aiohttp import web
 
 from gateway.config import Config
 from gateway.config.flags import SIDECAR_ALIASES
+from gateway.config.schema import QueueConfig, TenancyConfig
 from gateway.core import Core
 from gateway.discovery import Discovery, StaticDiscovery
 from gateway.proxy.aio_incoming import AioIncoming
+from gateway.proxy.realtime import PATH as REALTIME
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader
 from gateway.sidecar.passing import Passing
@@ -35,9 +38,11 @@ class Sidecar(Service):
         settings, pd = config.sidecar, config.pd
         # Where only hints may send a prompt elsewhere, the policy is that of the hints.
         config = with_policy(config, pd.policy if pd.policy and pd.no_hint == "decide" else _HINTED)
+        # Whoever sent it here has chosen this pod, and knows whose it is.
+        config = msgspec.structs.replace(config, queue=QueueConfig(enabled=False), tenancy=TenancyConfig())
         core = Core(config)
         self.pod = pod = Pod(settings.engine, settings.data_parallel_size, lambda: self.ports)
-        if not (pd.allow or config.workers or config.workers_file):
+        if not (pd.allow or config.workers or config.workers_file or config.discovery.dns):
             _log.warning(
                 "no prefill target is allowed: hints are answered 403 until pd.allow or prefill workers are set"
             )
@@ -69,6 +74,7 @@ class Sidecar(Service):
         own = self.faces.public()
         self.plane.pages = {path: passing.unless_unknown(own[path]) for path in ("/livez", "/readyz")}
         self.plane.pages["/health"] = passing.health
+        self.plane.pages[REALTIME] = self.realtime.page
         self.plane.fallback = passing.page
         for rank in range(settings.data_parallel_size):
             self.listen(settings.host, settings.port + rank if settings.port else 0)

@@ -1,8 +1,10 @@
-"""Token ids of whole prompts seen lately: retries, n clients with one prompt, the same prompt asked of two APIs."""
+"""Token ids of texts seen lately: the pieces of chats, whole prompts that are not cut, what engines answered."""
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from threading import Lock
 
 import xxhash
@@ -10,9 +12,16 @@ import xxhash
 # Dict entry, key and bytes object, beside the ids themselves.
 _ENTRY_BYTES = 200
 
+_seeds = itertools.count(1)
 
-class PromptCache:
-    """Least recently used ids within a byte budget. Keys are 128-bit hashes: the prompt itself is not kept.
+
+def new_seed() -> int:
+    """Tells keys of one maker of ids from those of all others; an address would be used again after its object."""
+    return next(_seeds)
+
+
+class IdCache:
+    """Least recently used ids within a byte budget. Keys are 128-bit hashes: the text itself is not kept.
 
     Thread-safe: worker threads read and write it.
     """
@@ -24,33 +33,48 @@ class PromptCache:
         self.n_bytes = 0
         self.hits = 0
         self.misses = 0
+        self.hit_bytes = 0
+        self.miss_bytes = 0
+        """Of text."""
 
     @staticmethod
-    def key(text: str | bytes, salt: str) -> int:
-        """Key of a prompt; `salt` tells apart tokenizers and their flags."""
-        digest = xxhash.xxh3_128(salt.encode("utf-8", "surrogatepass") + b"\0")
-        digest.update(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-        return digest.intdigest()
+    def key(text: bytes, seed: int) -> int:
+        """Key of a text in UTF-8; `seed` is that of whoever makes its ids."""
+        return xxhash.xxh3_128_intdigest(text, seed)
 
-    def get(self, key: int) -> bytes | None:
+    def get(self, key: int, n_bytes: int) -> bytes | None:
+        """Ids of the text of `n_bytes` with that key."""
+        return self.get_all([key], [n_bytes])[0]
+
+    def get_all(self, keys: Sequence[int], n_bytes: Iterable[int]) -> list[bytes | None]:
+        """Ids by key, None for those that are unknown; `n_bytes` are their texts' lengths."""
+        entries = self._entries
         with self._lock:
-            ids = self._entries.get(key)
-            if ids is None:
-                self.misses += 1
-                return None
-            self._entries.move_to_end(key)
-            self.hits += 1
-            return ids
+            found = [entries.get(key) for key in keys]
+            for key, ids, size in zip(keys, found, n_bytes, strict=True):
+                if ids is None:
+                    self.misses += 1
+                    self.miss_bytes += size
+                else:
+                    entries.move_to_end(key)
+                    self.hits += 1
+                    self.hit_bytes += size
+        return found
 
     def put(self, key: int, ids: bytes) -> None:
-        cost = len(ids) + _ENTRY_BYTES
-        if cost > self._max_bytes // 4:  # One huge prompt must not push out all others.
-            return
+        self.put_all([(key, ids)])
+
+    def put_all(self, made: Iterable[tuple[int, bytes]]) -> None:
+        """Ids of one prompt or of its pieces, in order; what one prompt may not fill is left out."""
+        left = self._max_bytes // 4  # One huge prompt must not push out all others.
         with self._lock:
-            if key in self._entries:
-                return
-            self._entries[key] = ids
-            self.n_bytes += cost
+            for key, ids in made:
+                cost = len(ids) + _ENTRY_BYTES
+                if key in self._entries or cost > left:
+                    continue
+                left -= cost
+                self._entries[key] = ids
+                self.n_bytes += cost
             while self.n_bytes > self._max_bytes:
                 _, old = self._entries.popitem(last=False)
                 self.n_bytes -= len(old) + _ENTRY_BYTES

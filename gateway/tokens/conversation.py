@@ -59,12 +59,15 @@ class Conversation:
         if not isinstance(role, str):
             raise CannotTokenize(Reason.MALFORMED)
         content = message.get("content")
-        parts: list[Any] = [] if content is None else [content] if isinstance(content, str) else content
-        if not isinstance(parts, list):
-            raise CannotTokenize(Reason.MALFORMED)
-        if role == "system":
-            parts = _without_billing_header(parts)
-        out: Json = {"role": role, "content": self._content(parts)}
+        if isinstance(content, str) and role != "system":  # Nearly every message: not worth taking apart.
+            out: Json = {"role": role, "content": [{"type": "text", "text": content}] if self._openai else content}
+        else:
+            parts: list[Any] = [] if content is None else [content] if isinstance(content, str) else content
+            if not isinstance(parts, list):
+                raise CannotTokenize(Reason.MALFORMED)
+            if role == "system":
+                parts = _without_billing_header(parts)
+            out = {"role": role, "content": self._content(parts)}
         if role == "assistant":
             _add_assistant_fields(out, message, self._call_order)
         elif role == "tool":

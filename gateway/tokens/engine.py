@@ -31,14 +31,19 @@ _decoder = msgspec.json.Decoder(_Answer)
 
 
 def aiohttp_tokenize(
-    session: aiohttp.ClientSession, base_url: str, headers: Mapping[str, str] | None = None
+    session: aiohttp.ClientSession,
+    base_url: str,
+    headers: Mapping[str, str] | None = None,
+    server_name: str | None = None,
 ) -> EngineTokenize:
     """POSTs to ``{base_url}/tokenize`` through `session`."""
     url = base_url.rstrip("/") + "/tokenize"
     sent = {**(headers or {}), "Content-Type": "application/json"}
 
     async def call(body: bytes) -> tuple[int, bytes]:
-        async with session.post(url, data=body, headers=sent, allow_redirects=False) as response:
+        async with session.post(
+            url, data=body, headers=sent, allow_redirects=False, server_hostname=server_name
+        ) as response:
             return response.status, await response.read()
 
     return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import random
@@ -11,12 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from gateway.tokens import estimate, local
-from gateway.tokens.cache import PromptCache
+from gateway.tokens.cache import IdCache, new_seed
 from gateway.tokens.engine import EngineTokenizer, tokenize_body
-from gateway.tokens.given import ChatPrompt, Size, size_of
+from gateway.tokens.given import ChatPrompt, TextPrompt, size_of
+from gateway.tokens.render import Rendered
 from gateway.tokens.selfcheck import SelfCheck, Tokenizable
 from gateway.tokens.settings import ANY_MODEL, TokenSettings
 from gateway.tokens.types import CannotTokenize, EngineTokenize, Reason, Source, Tokens, join_reasons
@@ -28,8 +30,13 @@ _log = logging.getLogger(__name__)
 _FINAL = frozenset(
     {Reason.MALFORMED, Reason.TOO_LARGE, Reason.TRUNCATED, Reason.HARMONY, Reason.QUEUE_FULL, Reason.LOCAL_TIMEOUT}
 )
-# Cache salts: an address would be used again after its object is gone.
-_serials = itertools.count()
+
+# Prompts up to this size are looked at on the event loop, and done there if what is new of them is short (`Lookup`):
+# rendering them takes 0.1 to 0.2 ms, handing them to a thread and back 0.05 to 0.15 ms of CPU time on top.
+_AT_ONCE_BYTES = 64 << 10
+_AT_ONCE_MESSAGES = 64
+# A verification is as slow as tokenising can be; this many times as long there is no other.
+_REST = 20
 
 LocalState = Literal["none", "loading", "ready", "failed"]
 
@@ -40,9 +47,12 @@ class Shared:
 
     settings: TokenSettings
     pool: BoundedPool
-    cache: PromptCache
+    cache: IdCache
     rng: random.Random
     clock_s: Callable[[], float] = time.monotonic
+    tokenizers: WeakValueDictionary[str, local.LocalTokenizer] = field(default_factory=WeakValueDictionary)
+    """By path: one for a model and all its adapters."""
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     warned: set[str] = field(default_factory=set)
     """Faults of tokenizer files that were logged; a model's adapters share its file."""
 
@@ -64,7 +74,19 @@ class _Found:
     text_bytes: int
 
 
-_Find = Callable[[Tokenizable, Size, Budget], Awaitable[_Found]]
+_Find = Callable[[Tokenizable, Budget, int | None], Awaitable[_Found]]
+
+
+def _found(rendered: Rendered, lookup: local.Lookup) -> _Found:
+    prefix_bytes = estimate.text_bytes(rendered.text) if rendered.prefix_only else 0
+    return _Found(lookup.ids(), rendered.prefix_only, prefix_bytes)
+
+
+def _is_plain(prompt: Tokenizable) -> bool:
+    """Whether the prompt's text is made in time proportional to its length."""
+    if isinstance(prompt, TextPrompt):
+        return True
+    return len(prompt.messages) <= _AT_ONCE_MESSAGES and prompt.body.get("chat_template") is None
 
 
 class ModelTokens:
@@ -85,12 +107,13 @@ class ModelTokens:
         self._sample: asyncio.Task[None] | None = None
         self._served = Counter[str]()
         self._last_reason: str | None = None
-        self._local_salt = ""
+        self._verify_from_s = 0.0
+        self._verified = 0
         self.replace_engine(call)
 
     def replace_engine(self, call: EngineTokenize | None) -> None:
         """Another engine serves the model now: what was found out about the local tokenizer must be found out anew."""
-        self._engine_salt = f"engine {next(_serials)}"
+        self._engine_seed = new_seed()
         self.engine: EngineTokenizer | None = None
         self._check: SelfCheck | None = None
         if call is None or self._settings.mode == "estimate":
@@ -101,12 +124,14 @@ class ModelTokens:
             return await engine.ask(tokenize_body(prompt, self.name, self._settings)[0], self._settings.check_budget_s)
 
         self.engine = engine
-        self._check = SelfCheck(self._checked_local_ids, engine_ids)
+        self._check = SelfCheck(self._verified_ids, engine_ids)
 
     async def run(self) -> None:
         """Loads the local tokenizer, then checks it until the engine has said yes or no."""
         if self._local is None and self._local_state == "loading":
             await self._load()
+        if self._local is not None:
+            await asyncio.to_thread(self._local.speed_up)
         delay_s = self._settings.check_retry_s
         while self._local is not None and self._check is not None:
             if (verdict := await self._check.run_fixed()) != "unverified":
@@ -132,14 +157,16 @@ class ModelTokens:
         """The background comparison under way, for the owner to cancel and await."""
         return self._sample
 
-    async def tokens(self, prompt: Tokenizable, budget: Budget) -> Tokens:
-        """Tokens of `prompt` from the best source that has any. Never raises for a bad prompt or source."""
-        size = size_of(prompt)
+    async def tokens(self, prompt: Tokenizable, budget: Budget, body_bytes: int | None = None) -> Tokens:
+        """Tokens of `prompt` from the best source that has any. Never raises for a bad prompt or source.
+
+        `body_bytes`: the length of the JSON it came in, no shorter than its text.
+        """
         reasons: list[Reason | None] = []
         sources: tuple[tuple[Source, _Find], ...] = (("local", self._from_local), ("engine", self._from_engine))
         for source, find in sources:
             try:
-                found = await find(prompt, size, budget)
+                found = await find(prompt, budget, body_bytes)
                 side = "right" if self._local is None else self._local.truncation_side
                 ids = prompt.truncation.apply(found.ids, side, prefix_only=found.prefix_only)
             except CannotTokenize as exc:
@@ -154,26 +181,29 @@ class ModelTokens:
                 reasons.append(Reason.MEDIA)
             elif source == "local":
                 self._maybe_sample(prompt, found.ids)
-            return self._served_as(source, ids, found, size, reasons)
-        return self._served_as("estimate", None, None, size, reasons)
+            return self._served_as(source, ids, found, prompt, reasons)
+        return self._served_as("estimate", None, None, prompt, reasons)
 
     def _served_as(
-        self, source: Source, ids: bytes | None, found: _Found | None, size: Size, reasons: list[Reason | None]
+        self, source: Source, ids: bytes | None, found: _Found | None, prompt: Tokenizable, reasons: list[Reason | None]
     ) -> Tokens:
-        per_token = self._settings.bytes_per_token
-        if ids is None or found is None:
-            n_tokens = size.estimated_tokens(per_token)
-        elif found.prefix_only:
-            rest = max(0, size.n_bytes - found.text_bytes)
-            n_tokens = len(ids) // 4 + estimate.tokens_of(rest, per_token, media=size.media)
-        else:
-            n_tokens = len(ids) // 4
         reason = join_reasons(*reasons)
         self._served[source] += 1
         if reason is not None:
             self._last_reason = reason
-        prefix_only = found is not None and found.prefix_only
-        return Tokens(ids, n_tokens, source, prefix_only=prefix_only, reason=reason, media_parts=size.media)
+        if ids is not None and found is not None and not found.prefix_only:
+            return Tokens(ids, len(ids) // 4, source, reason=reason)
+        size, per_token = size_of(prompt), self._settings.bytes_per_token
+        if ids is None or found is None:
+            n_tokens = size.estimated_tokens(per_token)
+        else:
+            rest = max(0, size.n_bytes - found.text_bytes)
+            n_tokens = len(ids) // 4 + estimate.tokens_of(rest, per_token, media=size.media)
+        return Tokens(ids, n_tokens, source, prefix_only=found is not None, reason=reason, media_parts=size.media)
+
+    def _is_too_large(self, prompt: Tokenizable, body_bytes: int | None) -> bool:
+        most = self._settings.max_prompt_bytes
+        return (body_bytes is None or body_bytes > most) and size_of(prompt).n_bytes > most
 
     def _refusal(self) -> Reason | None:
         """Why the local tokenizer is not used, if it is not."""
@@ -183,36 +213,42 @@ class ModelTokens:
             return {"none": Reason.NO_TOKENIZER, "loading": Reason.LOADING}.get(self._local_state, Reason.LOAD_FAILED)
         return Reason.MISMATCH if self._check is not None and self._check.verdict == "mismatch" else None
 
-    async def _from_local(self, prompt: Tokenizable, size: Size, budget: Budget) -> _Found:
+    async def _from_local(self, prompt: Tokenizable, budget: Budget, body_bytes: int | None) -> _Found:
         if (refusal := self._refusal()) is not None:
             raise CannotTokenize(refusal)
-        if size.n_bytes > self._settings.max_prompt_bytes:
+        if self._is_too_large(prompt, body_bytes):
             raise CannotTokenize(Reason.TOO_LARGE)
+        rest: Callable[[], _Found] = partial(self._tokenize, prompt)
+        if body_bytes is not None and body_bytes <= _AT_ONCE_BYTES and _is_plain(prompt):
+            rendered, lookup = self._look_up(prompt)
+            if lookup.is_short:
+                return _found(rendered, lookup)
+            rest = partial(_found, rendered, lookup)
         if budget.local_s <= 0:
             raise CannotTokenize(Reason.LOCAL_TIMEOUT)
         began_s = self._shared.clock_s()
         try:
-            return await self._shared.pool.run(lambda: self._tokenize(prompt), budget_s=budget.local_s)
+            return await self._shared.pool.run(rest, budget_s=budget.local_s)
         finally:
             budget.local_s -= self._shared.clock_s() - began_s
 
+    def _look_up(self, prompt: Tokenizable) -> tuple[Rendered, local.Lookup]:
+        assert self._local is not None  # noqa: S101 - `_refusal` has looked
+        if self._harmony and isinstance(prompt, ChatPrompt):
+            raise CannotTokenize(Reason.HARMONY)
+        rendered = self._local.text_of(prompt)
+        return rendered, self._local.look_up(rendered.text, add_special_tokens=prompt.add_special_tokens)
+
     def _tokenize(self, prompt: Tokenizable) -> _Found:
         """Renders and encodes; runs in a worker thread."""
-        assert self._local is not None  # noqa: S101 - `_refusal` has looked
-        rendered = self._local.text_of(prompt)
-        key = PromptCache.key(rendered.text, f"{self._local_salt}:{prompt.add_special_tokens}")
-        ids = self._shared.cache.get(key)
-        if ids is None:
-            ids = self._local.encode(rendered.text, add_special_tokens=prompt.add_special_tokens)
-            self._shared.cache.put(key, ids)
-        return _Found(ids, rendered.prefix_only, estimate.text_bytes(rendered.text) if rendered.prefix_only else 0)
+        return _found(*self._look_up(prompt))
 
-    async def _from_engine(self, prompt: Tokenizable, size: Size, budget: Budget) -> _Found:
+    async def _from_engine(self, prompt: Tokenizable, budget: Budget, body_bytes: int | None) -> _Found:
         if self._settings.mode in ("local", "estimate"):
             raise CannotTokenize(Reason.MODE)
         if self.engine is None:
             raise CannotTokenize(Reason.NO_ENGINE)
-        if size.n_bytes > self._settings.max_prompt_bytes:
+        if self._is_too_large(prompt, body_bytes):
             raise CannotTokenize(Reason.TOO_LARGE)
         if self._harmony and isinstance(prompt, ChatPrompt):
             raise CannotTokenize(Reason.HARMONY)  # /tokenize renders the template, which such a chat never sees.
@@ -221,8 +257,8 @@ class ModelTokens:
         if self.engine.state() == "open":
             raise CannotTokenize(Reason.BREAKER_OPEN)
         body, prefix_only = tokenize_body(prompt, self.name, self._settings)
-        key = PromptCache.key(body, self._engine_salt)
-        ids = self._shared.cache.get(key)
+        key = IdCache.key(body, 2 * self._engine_seed)
+        ids = self._shared.cache.get(key, len(body))
         if ids is None:
             n_tokens = estimate.tokens_of(len(body), self._settings.bytes_per_token)
             began_s = self._shared.clock_s()
@@ -233,24 +269,38 @@ class ModelTokens:
             self._shared.cache.put(key, ids)
         return _Found(ids, prefix_only, len(body) if prefix_only else 0)
 
-    async def _checked_local_ids(self, prompt: Tokenizable) -> bytes:
-        return (await self._shared.pool.run(lambda: self._tokenize(prompt))).ids
+    async def _verified_ids(self, prompt: Tokenizable) -> bytes:
+        """Ids made without shortcuts, which are given up if they make others."""
+        if self._local is None or (self._harmony and isinstance(prompt, ChatPrompt)):
+            raise CannotTokenize(Reason.HARMONY if self._harmony else Reason.LOADING)
+        return await self._shared.pool.run(partial(self._local.verified, prompt))
 
     def _maybe_sample(self, prompt: Tokenizable, ids: bytes) -> None:
-        if (
-            self._check is None
-            or self.engine is None
-            or self.engine.state() != "closed"
-            or (self._sample is not None and not self._sample.done())
-            or self._shared.rng.random() >= self._settings.check_rate
-        ):
+        """Compares what was just served with the engine's ids or, where it is silent, with slower ones of ours."""
+        if self._sample is not None and not self._sample.done():
             return
-        self._sample = asyncio.create_task(self._run_sample(self._check, prompt, ids))
+        if self._shared.rng.random() >= self._settings.check_rate:
+            return
+        if self._check is not None and self.engine is not None and self.engine.state() == "closed":
+            self._sample = asyncio.create_task(self._compare_with_engine(self._check, prompt, ids))
+        elif self._local is not None and self._local.shortcuts and self._shared.clock_s() >= self._verify_from_s:
+            self._sample = asyncio.create_task(self._verify(prompt))
 
-    async def _run_sample(self, check: SelfCheck, prompt: Tokenizable, ids: bytes) -> None:
+    async def _compare_with_engine(self, check: SelfCheck, prompt: Tokenizable, ids: bytes) -> None:
         await check.run_sample(prompt, ids)
         if check.verdict == "mismatch":
             self._warn_mismatch()
+
+    async def _verify(self, prompt: Tokenizable) -> None:
+        began_s = self._shared.clock_s()
+        try:
+            await self._verified_ids(prompt)
+            self._verified += 1
+        except CannotTokenize:
+            return
+        finally:
+            now_s = self._shared.clock_s()
+            self._verify_from_s = now_s + _REST * (now_s - began_s)
 
     def source(self) -> Source:
         """The source in force for the next prompt."""
@@ -267,7 +317,13 @@ class ModelTokens:
             "why_not_local": self._refusal(),
             "last_reason": self._last_reason,
             "served": dict(self._served),
-            "local": {"state": self._local_state, "path": self._path, "detail": self._local_detail},
+            "local": {
+                "state": self._local_state,
+                "path": self._path,
+                "detail": self._local_detail,
+                "verified": self._verified,
+                **({} if self._local is None else self._local.status()),
+            },
             "check": None
             if check is None
             else {
@@ -296,14 +352,17 @@ class ModelTokens:
                 self._local_state, self._local_detail = "none", "the model's root is not local"
             return
         try:
-            self._local = await asyncio.to_thread(local.load, path, self._settings)
+            async with self._shared.loading:
+                found = self._shared.tokenizers.get(path)
+                if found is None:
+                    found = await asyncio.to_thread(local.load, path, self._settings, self._shared.cache)
+                    self._shared.tokenizers[path] = found
         except local.LoadError as exc:
             self._failed(str(exc))
             return
         except Exception as exc:  # A tokenizer file is foreign input; a bad one must not take the service down.
             self._failed(f"{path}: {type(exc).__name__}")
             return
-        self._local_salt = f"local {next(_serials)}"
-        self._local.harmony = self._local.harmony or self._harmony
-        self._harmony = self._local.harmony
+        self._local = found
+        self._harmony = self._harmony or found.harmony
         self._local_state = "ready"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.tokens.cache import PromptCache
+from gateway.tokens.cache import IdCache
 from gateway.tokens.given import GivenPrompt, OpaquePrompt, Size, prompts_of, size_of
 from gateway.tokens.model import Budget, ModelTokens, Shared
 from gateway.tokens.settings import TokenSettings
@@ -33,7 +33,7 @@ class TokenService:
         self._shared = Shared(
             self._settings,
             BoundedPool(self._settings.threads, self._settings.max_queued),
-            PromptCache(self._settings.cache_bytes),
+            IdCache(self._settings.cache_bytes),
             rng or random.Random(),  # noqa: S311 - picks samples, guards nothing
             clock_s,
         )
@@ -84,11 +84,14 @@ class TokenService:
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)
 
-    async def tokens_for(self, kind: str, body: Mapping[str, Any], model: str) -> list[Tokens]:
+    async def tokens_for(
+        self, kind: str, body: Mapping[str, Any], model: str, *, body_bytes: int | None = None
+    ) -> list[Tokens]:
         """Tokens of every prompt of a request, in order; at least one.
 
-        `kind`: "chat", "completions", "messages", "responses" or "generate" (the API of the body). Never raises for a
-        bad body or a failing source: such a prompt comes back as an estimate that says why.
+        `kind`: "chat", "completions", "messages", "responses" or "generate" (the API of the body). `body_bytes`: its
+        length as JSON, where it is known: short prompts are then done at once. Never raises for a bad body or a failing
+        source: such a prompt comes back as an estimate that says why.
         """
         budget = Budget(
             self._settings.local_budget_s, self._settings.engine_budget_s + self._settings.engine_length_max_s
@@ -103,7 +106,7 @@ class TokenService:
             elif known is None:
                 out.append(self._estimate(size_of(prompt), Reason.UNKNOWN_MODEL))
             else:
-                out.append(await known.tokens(prompt, budget))
+                out.append(await known.tokens(prompt, budget, body_bytes))
         return out
 
     def status(self) -> dict[str, dict[str, Any]]:
@@ -119,6 +122,8 @@ class TokenService:
             "cache_bytes": cache.n_bytes,
             "cache_hits": cache.hits,
             "cache_misses": cache.misses,
+            "cache_hit_bytes": cache.hit_bytes,
+            "cache_miss_bytes": cache.miss_bytes,
         }
 
     def _estimate(self, size: Size, reason: Reason) -> Tokens:

@@ -65,7 +65,10 @@ def three_servers(engine_logs: pathlib.Path) -> Iterator[list[VllmServer]]:
 
     Shared by all tests, so their caches are not empty. A test that stops or freezes one leaves it serving.
     """
-    servers = [VllmServer(f"engine{number}", engine_logs, num_blocks=120) for number in range(3)]
+    environment = {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    servers = [
+        VllmServer(f"engine{number}", engine_logs, num_blocks=120, environment=environment) for number in range(3)
+    ]
     with serving(servers):
         yield servers
 

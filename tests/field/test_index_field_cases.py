@@ -142,8 +142,11 @@ def test_i18_new_weights_clear_a_model_or_a_worker() -> None:
     assert set(feed.match(TOKENS)) == {("w3", 0)}
 
 
+NOT_YET = {"O6", "O9", "O11", "O12", *(f"X{number}" for number in (1, 2, 4, 5, 7, 8))}
+
+
 def test_the_table_of_field_cases_names_tests_that_exist() -> None:
-    """Every E and I row of docs/field-cases.md has its test, every named test exists, and none is left out."""
+    """Every row of docs/field-cases.md has its test but those of NOT_YET, every named test exists, none is left out."""
     root = Path(__file__).resolve().parents[2]
     page = (root / "docs/field-cases.md").read_text()
     rows = {
@@ -156,9 +159,7 @@ def test_the_table_of_field_cases_names_tests_that_exist() -> None:
     for path, name in named:
         assert re.search(rf"^(async )?def {name}\(", (root / path).read_text(), re.M), f"{path}::{name}"
     for row, tests in rows.items():
-        assert any(name.startswith(f"test_{row.lower()}_") for _, name in tests) or (
-            not tests and row[0] not in "EI"
-        ), row
+        assert any(f"_{row.lower()}_" in name for _, name in tests) or (not tests and row in NOT_YET), row
     for file in (root / "tests/field").glob("test_*_field_cases.py"):
         for name in re.findall(r"^(?:async )?def (test_[a-z]\d+_\w+)\(", file.read_text(), re.M):
             assert (f"tests/field/{file.name}", name) in named

@@ -121,7 +121,7 @@ async def test_ranks_are_addressed() -> None:
         await asyncio.gather(*(fleet.complete(f"{i} {LONG}") for i in range(6)))
         held = (await fleet.get(fleet.admin + "/debug/cache"))[1]["workers"]["a"]["ranks"]
         assert set(held) == {"0", "1"}
-        await until(lambda: set(fleet.core.index.stats()["workers"]["a"]) == {"0", "1"})
+        await until(lambda: set(fleet.core.index.stats()["workers"].get("a", ())) == {"0", "1"})
 
 
 async def test_a_worker_that_dies_is_left_out_and_taken_back(fleet: Fleet) -> None:
@@ -212,6 +212,9 @@ METRICS = {
     "events",
     "events_arriving",
     "events_partial",
+    "events_rank_age_seconds",
+    "events_rank_arriving",
+    "events_refused",
     "index_blocks",
     "index_budget_bytes",
     "index_bytes",
@@ -220,6 +223,7 @@ METRICS = {
     "index_lookups",
     "index_orphan_blocks",
     "learned_factor",
+    "media_references",
     "overhead_seconds",
     "pd_decisions",
     "pd_decode_first_byte_seconds",
@@ -238,6 +242,15 @@ METRICS = {
     "pd_transfers_failed",
     "predicted_cached_tokens",
     "prompt_tokens",
+    "queue_oldest_seconds",
+    "queue_requests",
+    "queue_shedding_armed",
+    "queue_tenants",
+    "queue_tokens",
+    "queue_ttft_error",
+    "queue_ttft_samples",
+    "queue_wait_seconds",
+    "realtime_sessions",
     "reported_predicted_cached_tokens",
     "reported_prompt_tokens",
     "request_duration_seconds",
@@ -245,12 +258,19 @@ METRICS = {
     "requests_in_flight",
     "requests_rejected",
     "retries",
+    "session_decisions",
+    "sessions",
+    "stored_response_lookups",
+    "stored_responses",
     "time_to_first_token_seconds",
     "token_source",
     "tokenizer_cache",
     "tokenizer_cache_bytes",
+    "tokenizer_encoder",
     "tokenizer_jobs",
     "tokenizer_jobs_shed",
+    "tokenizer_pieces",
+    "tokenizer_text_bytes",
     "worker_available",
     "worker_booked_kv_tokens",
     "worker_booked_prefills",
@@ -269,6 +289,7 @@ async def test_every_metric_is_there_from_the_start(fleet: Fleet) -> None:
     for name in ("worker_available", "engine_running", "events_arriving", "event_gaps_total", "worker_chosen_total"):
         for worker in ("a", "b"):
             assert f'warmroute_{name}{{worker="{worker}"}}' in text
+    assert 'warmroute_queue_requests{model="tiny"} 0.0' in text
     assert (await fleet.get(fleet.admin + "/metrics"))[0] == 200
 
 

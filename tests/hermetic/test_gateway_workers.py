@@ -13,10 +13,12 @@ import pytest
 from aiohttp import web
 
 from gateway import core as core_module
+from gateway import leaving
 from gateway.config import Config
+from gateway.config.schema import Worker
 from gateway.core import Core
 from gateway.debug.health import DEGRADATIONS, degradations, health
-from gateway.discovery import FileDiscovery
+from gateway.discovery import DnsDiscovery, FileDiscovery, Source
 from gateway.engine.health import State
 from scorer.cost import CostModel
 from scorer.types import ChangeKind, EngineStats, WorkerChange
@@ -56,6 +58,7 @@ async def test_a_worker_that_is_gone_leaves_nothing(core: Core) -> None:
 
 async def test_a_bad_change_harms_no_other(core: Core, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
+        source = Source.STATIC
         problem = None
 
         async def changes(self) -> AsyncIterator[WorkerChange]:
@@ -72,7 +75,7 @@ async def test_a_bad_change_harms_no_other(core: Core, caplog: pytest.LogCapture
 async def test_a_draining_worker_ends_its_work_is_kept_a_while_and_then_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core_module, "_KEEP_DRAINED_S", 0.2)
+    monkeypatch.setattr(leaving, "KEEP_DRAINED_S", 0.2)
     async with Fleet(a=engine(), b=engine()) as fleet:
         core = fleet.core
         fleet.engines["a"].faults.headers_delay_s = fleet.engines["b"].faults.headers_delay_s = 0.5
@@ -120,7 +123,7 @@ async def test_a_workers_file_is_followed(tmp_path: Path) -> None:
     async with Fleet(a=engine(), b=engine()) as fleet:
         core = fleet.core
         for name in ("a", "b"):
-            core.apply(added(name, kind=ChangeKind.REMOVED))
+            core.take(Source.STATIC, added(name, kind=ChangeKind.REMOVED))
         path = tmp_path / "workers.yaml"
         path.write_text(f"- {{url: {fleet.engines['a'].url}, name: a}}\n")
         core.follow(FileDiscovery(str(path), poll_s=0.05))
@@ -131,6 +134,22 @@ async def test_a_workers_file_is_followed(tmp_path: Path) -> None:
         path.write_text("- {nonsense: 1}\n")
         await until(lambda: any(row.what == "discovery" for row in degradations(core)))
         assert (await fleet.complete("x"))[0] == "b"
+
+
+async def test_the_addresses_of_a_name_are_followed() -> None:
+    async with Fleet(a=engine()) as fleet:
+        core, port = fleet.core, fleet.engines["a"].url.rpartition(":")[2]
+        core.take(Source.STATIC, added("a", kind=ChangeKind.REMOVED))
+        entry = Worker(url=f"http://localhost:{port}", weight=0.5)
+        core.follow(DnsDiscovery([entry, Worker(url="http://no-such-name.invalid")], interval_s=1))
+        name = f"127.0.0.1:{port}"
+        await until(lambda: name in core.capabilities)
+        assert (await fleet.complete("x"))[0] == name
+        assert core.fleet.workers[name].weight == 0.5
+        details = [row.detail for row in degradations(core) if row.what == "discovery"]
+        assert details == ["no-such-name.invalid has no address"]
+        _, answer = await fleet.get(fleet.admin + "/admin/workers")
+        assert [(row["name"], row["source"]) for row in answer["workers"]] == [(name, "dns")]
 
 
 async def test_another_engine_tokenises_while_the_first_is_down() -> None:

@@ -45,6 +45,14 @@ async def test_when_the_lease_is_over_before_the_request_is_written_the_prompt_i
         assert registry.get_sample_value("warmroute_pd_handoffs_total", labels) == 1
 
 
+@pytest.mark.parametrize(("told", "went"), [(True, ("local", "lease_over")), (False, ("remote", "policy"))])
+async def test_a_shorter_lease_counts_where_the_engine_tells_it(told: bool, went: tuple[str, str]) -> None:
+    """A lease of a second that the configuration takes for half a minute."""
+    short = prefill(kv_lease_s=1.0, dev_mode=told)
+    async with Fleet(pd=pd(lease_s=30.0, lease_margin_s=1.0), p1=short, d1=decode()) as fleet:
+        assert (await ask(fleet.http, fleet.url)).went == went
+
+
 @pytest.mark.parametrize("accepts", [True, False])
 async def test_a_decode_worker_that_lives_and_is_slow_to_take_the_request_computes_it_itself(accepts: bool) -> None:
     """It takes connections and no bodies; or only half of a body by the deadline."""

@@ -6,16 +6,21 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 import trustme
 
 from bench.engine.server import FakeVllm
 from gateway.cli import main
-from gateway.config.schema import TlsConfig
+from gateway.config import Config
+from gateway.config.schema import GatewayConfig, TlsConfig, TokensConfig, Worker
+from gateway.discovery import DnsDiscovery, Source
 from gateway.errors import UserError
 from gateway.proxy.peer import NoConnection, PoolSettings
 from gateway.proxy.upstream import new_upstream
+from gateway.run import Gateway
 from gateway.tls import ServingCertificate, client_context, scheme_of_workers, serving_certificate
+from scorer.types import ChangeKind
 from tests.support.gateway_world import engine, until
 from tests.support.sidecar_world import Pod
 
@@ -134,6 +139,28 @@ async def test_names_are_checked(tmp_path: Path) -> None:
                 assert not good
             finally:
                 await upstream.close()
+
+
+async def test_a_worker_found_by_dns_is_checked_by_the_name_it_was_found_by(tmp_path: Path) -> None:
+    """Scrapes, tokenising and inference all go to an address, with a certificate of the name."""
+    files = Files(tmp_path, host="vllm.models.svc")
+    ports = GatewayConfig(host="127.0.0.1", port=0, admin_port=0)
+    config = Config(gateway=ports, tls=TlsConfig(ca=files.ca_file), tokens=TokensConfig(engine_budget_ms=2000))
+    async with Pod(tls=files.serving) as behind, Gateway(config) as gateway, aiohttp.ClientSession() as http:
+        core, good = gateway.core, f"127.0.0.1:{behind.sidecar.port}"
+        entry = Worker(url=f"https://vllm.models.svc:{behind.sidecar.port}")
+        core.follow(DnsDiscovery([entry], interval_s=60, resolve=lambda name: ["127.0.0.1"]))
+        await until(lambda: good in core.capabilities)
+        body = {"model": "tiny", "prompt": "x " * 40, "max_tokens": 1}
+        async with http.post(f"http://127.0.0.1:{gateway.port}/v1/completions", json=body) as response:
+            assert (response.status, response.headers["x-warmroute-worker"]) == (200, good)
+        (status,) = core.tokens.status().values()
+        assert status["served"] == {"engine": 1}
+        found = core.roster.claims(good)[Source.DNS]
+        core.take(Source.DNS, msgspec.structs.replace(found, kind=ChangeKind.CHANGED, server_name="evil.svc"))
+        await until(lambda: core.scraper.reachable(good) is False)
+        async with http.post(f"http://127.0.0.1:{gateway.port}/v1/completions", json=body) as response:
+            assert response.status == 502
 
 
 async def test_plain_engines_need_no_tls() -> None:

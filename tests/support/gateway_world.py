@@ -13,7 +13,17 @@ from bench.engine.config import FakeVllmConfig
 from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
 from gateway.config import Config
-from gateway.config.schema import GatewayConfig, HealthConfig, LoggingConfig, PdConfig, TokensConfig, Worker
+from gateway.config.schema import (
+    GatewayConfig,
+    HealthConfig,
+    LoggingConfig,
+    PdConfig,
+    QueueConfig,
+    ScorerConfig,
+    TenancyConfig,
+    TokensConfig,
+    Worker,
+)
 from gateway.run import Gateway
 from tests.support.stacked import Stacked
 
@@ -42,15 +52,29 @@ class Fleet(Stacked):
     is its worker's role.
     """
 
-    def __init__(self, pd: PdConfig | None = None, **engines: FakeVllmConfig) -> None:
+    def __init__(
+        self,
+        pd: PdConfig | None = None,
+        scorer: ScorerConfig | None = None,
+        queue: QueueConfig | None = None,
+        tenancy: TenancyConfig | None = None,
+        unknown_models: Literal["refuse", "try"] = "refuse",
+        scrape_interval_s: float = 0.1,
+        **engines: FakeVllmConfig,
+    ) -> None:
         self._pd = pd or PdConfig()
+        self._unknown_models = unknown_models
+        self._scrape_interval_s = scrape_interval_s
+        self._scorer = scorer or ScorerConfig()
+        self._queue = queue or QueueConfig()
+        self._tenancy = tenancy or TenancyConfig()
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
 
     async def _start(self) -> None:
         for name, config in self._configs.items():
             self.engines[name] = await self._stack.enter_async_context(FakeVllm(config))
-        gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0)
+        gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0, unknown_models=self._unknown_models)
         config = Config(
             gateway=gateway,
             workers=tuple(
@@ -58,7 +82,10 @@ class Fleet(Stacked):
                 for name, server in self.engines.items()
             ),
             pd=self._pd,
-            health=HealthConfig(scrape_interval_s=0.1),
+            scorer=self._scorer,
+            health=HealthConfig(scrape_interval_s=self._scrape_interval_s),
+            queue=self._queue,
+            tenancy=self._tenancy,
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),
         )

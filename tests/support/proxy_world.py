@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.config.schema import PdConfig
+from gateway.config.schema import PdConfig, QueueConfig, TenancyConfig
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
@@ -20,13 +20,21 @@ from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.assembly import assemble
 from gateway.proxy.access import AccessLog
+from gateway.proxy.holders import PREFIX as RESPONSES
+from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.parts import Parts
 from gateway.proxy.peer import Http, PoolSettings
+from gateway.proxy.realtime import PATH as REALTIME
+from gateway.proxy.realtime import Realtime
 from gateway.proxy.server import DataPlane
+from gateway.proxy.stored_pages import StoredPages
 from gateway.proxy.upstream import UpstreamPool
+from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
 from gateway.sidecar.hints import NO_HINTS
+from gateway.stored import StoredResponses
+from gateway.tenancy import Tenancy
 from gateway.tokens import TokenService
 from indexer import PrefixIndex
 from scorer.fleet import Fleet
@@ -168,8 +176,13 @@ class World:
         http: Http | None = None,
         pd: PdConfig | None = None,
         roles: dict[str, Role] | None = None,
+        queue: QueueConfig | None = None,
+        tenancy: TenancyConfig | None = None,
     ) -> None:
         self.pd = pd or PdConfig()
+        self._queue = queue or QueueConfig()
+        self._said = 0
+        self.tenancy = Tenancy(tenancy or TenancyConfig(), "a secret of the tests")
         self.fleet = Fleet()
         self.planner = Planner(self.fleet, PrefixIndex(), policy=policy, pd_policy=self.pd.policy or "local")
         self.tokens = TokenService()
@@ -180,6 +193,7 @@ class World:
         self.hints = NO_HINTS
         self.metrics = Metrics(policy)
         self.hits = HitBook()
+        self.stored = StoredResponses()
         self.log = io.StringIO()
         self._settings = PoolSettings(
             connect_timeout_s=1.0,
@@ -209,9 +223,13 @@ class World:
             nixl_of=lambda _: None,
             rng=random.Random(1),
         )
+        self.holders = ResponseHolders(self.stored, self.upstreams, lambda: list(self.fleet.workers))
+        self.queue = Queue(
+            self._queue, self.planner, up, self.metrics, random.Random(1), by_tenant=self.tenancy.by_tenant
+        )
         self.parts = Parts(
             planner=self.planner,
-            reader=RequestReader(self.fleet, self.tokens),
+            reader=RequestReader(self.fleet, self.tokens, holder_of=self.holders.find),
             upstreams=self.upstreams,
             health=self.health,
             available=up,
@@ -220,16 +238,24 @@ class World:
             prefixes=TopPrefixes(),
             access=self.access,
             recorder=Recorder(),
+            stored=self.stored,
             rng=random.Random(1),
             max_body_bytes=body_bytes,
             response_headers=response_headers,
             handoffs=self.handoffs,
             heard_since=lambda name, since_s: name not in self.frozen,
             hints=lambda request: self.hints,
+            queue=self.queue,
+            tenancy=self.tenancy,
         )
         for name, url in self._workers.items():
             self.add(name, url)
         self.plane = DataPlane(self.parts, max_concurrency=concurrency)
+        self.plane.prefixes = {RESPONSES: StoredPages(self.plane, self.holders).page}
+        self.realtime = Realtime(
+            self.parts, self.plane, tls=True, connect_timeout_s=1.0, longest_s=self._settings.request_timeout_s
+        )
+        self.plane.pages = {REALTIME: self.realtime.page}
         self.server = self.plane.listener(self._settings.http, "127.0.0.1", 0)
         await self.server.start()
         self.http = aiohttp.ClientSession(auto_decompress=False)
@@ -238,6 +264,7 @@ class World:
     async def __aexit__(self, *_: object) -> None:
         await self.http.close()
         await self.server.close()
+        await self.realtime.close()
         await self.handoffs.releases.close()
         await self.upstreams.close()
         await self.access.close()
@@ -255,6 +282,17 @@ class World:
         self.upstreams.set(name, url)
         self.metrics.add_worker(name)
         self.hits.add_worker(name)
+
+    def say(self, name: str, *, waiting: float, running: float | None = None, age_s: float = -60.0) -> None:
+        """What the worker's engine tells of itself now, which a slow machine does not make stale; without `running`, a
+        number that moves.
+        """
+        self._said += 1
+        if running is None:
+            running = 1 + self._said % 2
+        stats = EngineStats(scraped_at_s=time.monotonic() - age_s, block_size=16, running=running, waiting=waiting)
+        self.fleet.set_stats(name, stats)
+        self.queue.scraped(self.fleet.workers[name])
 
     @property
     def url(self) -> str:
@@ -284,6 +322,7 @@ class World:
             and self.planner.in_flight() == 0
             and not any(self.health.state(name).in_flight for name in self.fleet.workers)
             and self.plane.in_flight == 0
+            and self.queue.n_waiting == 0
         )
 
     def value(self, name: str, **labels: str) -> float:

@@ -27,6 +27,8 @@ WORKER = st.builds(
     role=st.sampled_from(["both", "prefill", "decode"]),
     events=st.none() | ENDPOINT,
     replay=st.none() | ENDPOINT,
+    weight=st.floats(0.01, 100.0),
+    server_name=st.none() | st.just("vllm.svc"),
     nixl=st.none() | st.sampled_from(["10.0.0.1", "[fd00::1]:5600", "nic-0:5600"]),
     labels=st.dictionaries(TEXT, TEXT, max_size=3),
 )
@@ -51,8 +53,12 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
         tuple
     ),
     "data_parallel_size": st.integers(1, 4),
+    "header": st.none() | st.sampled_from(["x-tenant", "Authorization"]),
     "engine": st.sampled_from(["http://10.0.0.1:8200", "https://[fd00::1]/base"]),
     "lease_s": st.floats(1.0, 100.0, exclude_min=True),
+    "interval_s": st.floats(1.0, 100.0),
+    "session_affinity": st.sampled_from(["off", "strict"]),
+    "session_header": st.sampled_from(["x-session-id", "X-Chat"]),
 }
 
 

@@ -22,9 +22,11 @@ OTHER = {
     "a ZeroMQ endpoint (tcp://host:port or ipc://path) or null": "tcp://127.0.0.1:5557",
     "an http:// or https:// URL without user, query or fragment": "https://10.0.0.1:9",
     "an integer >= 1 and <= 256": "4",
+    "the name of an HTTP header or null": "x-tenant",
 }
 # ... and those of which not every value is good.
 OTHER_OF = {
+    ("queue", "tenant_share"): "0.25",
     ("pd", "policy"): "isl:2048,0.7",
     ("pd", "allow"): "10.0.0.0/8:*, [fd00::/8]:8000",
     ("pd", "lease_margin_s"): "1",

@@ -39,10 +39,10 @@ def recorded() -> dict[str, Answer | Fault]:
     return answers
 
 
-def seen(wall_s: float = WALL_S, **changes: Answer | Fault) -> tuple[Identity, dict[str, Finding]]:
+def seen(**changes: Answer | Fault) -> tuple[Identity, dict[str, Finding]]:
     answers = recorded()
     answers |= {f"/{name.replace('__', '/')}": answer for name, answer in changes.items()}
-    me, found = identify(URL, answers, wall_s)
+    me, found = identify(URL, answers)
     return me, {finding.code: finding for finding in found}
 
 
@@ -97,15 +97,9 @@ def test_version(text: str, code: str) -> None:
     assert ("version-unsupported" in found) == (code == "version-unsupported")
 
 
-def test_clock_skew() -> None:
-    assert "clock-skew" not in seen(WALL_S + 3)[1]
-    assert "60 s behind" in seen(WALL_S + 60)[1]["clock-skew"].sentence
-    assert "ahead" in seen(WALL_S - 60)[1]["clock-skew"].sentence
-
-
 def test_a_proxy_or_another_server_is_not_vllm() -> None:
     page = Answer(200, b"<html>welcome</html>")
-    me, found = identify(URL, dict.fromkeys(PATHS, page), WALL_S)
+    me, found = identify(URL, dict.fromkeys(PATHS, page))
     assert [finding.code for finding in found] == ["not-vllm"]
     assert not me.usable
 
@@ -167,7 +161,7 @@ def test_one_face_that_stalls_hides_nothing() -> None:
 
 def test_all_faces_away_is_one_finding() -> None:
     answers = dict.fromkeys(PATHS, Fault("unreachable", "cannot connect"))
-    assert [finding.code for finding in identify(URL, answers, WALL_S)[1]] == ["unreachable"]
+    assert [finding.code for finding in identify(URL, answers)[1]] == ["unreachable"]
 
 
 @pytest.mark.parametrize(("body", "sources"), [(b"{}", {}), (b"nonsense", None), (b'{"0": 5}', None)])

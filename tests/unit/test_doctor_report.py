@@ -16,13 +16,24 @@ from gateway.doctor.report import as_document, as_text, exit_code
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_lists_every_code_as_it_is() -> None:
-    rows = [
-        f"| `{code}` | {rule.severity.name.lower()} | {rule.meaning} | {rule.fix or '-'} |"
-        for code, rule in RULES.items()
-    ]
+def rows_of_the_page() -> list[list[str]]:
     page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8").partition("## Findings")[2].splitlines()
-    assert [line for line in page if line.startswith("| `")] == rows
+    return [line.strip("| ").split(" | ") for line in page if line.startswith("| `")]
+
+
+def test_the_page_lists_every_code_as_it_is() -> None:
+    assert [(code.strip("`"), severity, meaning, fix) for code, severity, _, meaning, fix in rows_of_the_page()] == [
+        (code, rule.severity.name.lower(), rule.meaning, rule.fix or "-") for code, rule in RULES.items()
+    ]
+
+
+def test_the_page_has_an_example_of_each_with_its_evidence() -> None:
+    examples = {row[0].strip("`"): row[2] for row in rows_of_the_page()}
+    assert all(examples.values())
+    shown = {code: json.loads(text[text.index("`{") + 1 : -1]) for code, text in examples.items() if "`{" in text}
+    assert shown["lease-short"] == {"lease_s": 10.0, "pd_lease_s": 30.0}
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gateway" / "doctor").glob("*.py"))
+    assert [(name, key) for name, evidence in shown.items() for key in evidence if f'"{key}"' not in code] == []
 
 
 def test_every_code_is_used_and_has_a_test() -> None:

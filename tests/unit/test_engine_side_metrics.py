@@ -56,6 +56,7 @@ def test_recorded() -> None:
         scraped_at_s=5.0,
         running=3,
         waiting=2,
+        waiting_for_room=9,
         kv_usage=0.25,
         block_size=32,
         kv_blocks=200,
@@ -152,3 +153,12 @@ def test_what_can_be_no_count_is_not_said(value: str) -> None:
 def test_sizes_below_one_are_unknown() -> None:
     told = stats('vllm:cache_config_info{block_size="-16",num_gpu_blocks="-100",kv_cache_size_tokens="-1"} 1.0\n')
     assert (told.block_size, told.kv_blocks, told.kv_capacity_tokens) == (None, None, None)
+
+
+def test_who_waits_for_a_transfer_is_told_from_who_waits_for_room() -> None:
+    text = "".join(
+        f'vllm:num_requests_waiting_by_reason{{engine="{engine}",model_name="m",reason="{reason}"}} {n}\n'
+        for engine, reason, n in ((0, "capacity", 3), (0, "deferred", 20), (1, "capacity", 2), (1, "deferred", 5))
+    )
+    read = stats(text + 'vllm:num_requests_waiting{engine="0",model_name="m"} 30.0\n')
+    assert (read.waiting, read.waiting_for_room) == (30, 5)

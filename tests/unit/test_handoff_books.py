@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.debug.handoffs import HandoffMetrics
 from gateway.engine.capabilities import Capabilities
+from gateway.engine.settings import Settings
 from gateway.handoff import engine_ids
 from gateway.handoff.engine_ids import EngineIds
 from gateway.handoff.hosts import Hosts
@@ -165,7 +166,13 @@ async def test_names_are_looked_up_once_in_a_while_and_what_is_kept_is_bounded(m
 
 # ---- pairing ---------------------------------------------------------------------------------------------------------
 
-FULL = {"version": "0.32.0", "root": "/models/m", "kv_cache_dtype": "auto", "dtype": "torch.bfloat16"}
+FULL: dict[str, Any] = {
+    "version": "0.32.0",
+    "root": "/models/m",
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "settings": Settings(dtype="torch.bfloat16"),
+}
 
 
 def pairing_of(*workers: W, told: dict[str, Capabilities | None]) -> tuple[Pairing, Rig, EngineIds, Stranded]:
@@ -182,7 +189,9 @@ def pairing_of(*workers: W, told: dict[str, Capabilities | None]) -> tuple[Pairi
         ({"version": "0.31.0"}, "different vLLM versions: 0.31.0 and 0.32.0"),
         ({"root": "/models/other"}, "different model paths: /models/other and /models/m"),
         ({"kv_cache_dtype": "fp8"}, "different KV cache types: fp8 and auto"),
-        ({"dtype": "torch.float16"}, "different model types: torch.float16 and torch.bfloat16"),
+        ({"settings": Settings(dtype="torch.float16")}, "different model types: torch.float16 and torch.bfloat16"),
+        ({"block_size": 8}, None),
+        ({"block_size": 32}, "different block sizes (who decodes needs a multiple): 32 and 16"),
         (dict.fromkeys(FULL), None),
     ],
 )

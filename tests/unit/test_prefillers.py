@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 
+from gateway.discovery import Source
 from gateway.sidecar.prefillers import Prefillers
 from scorer.types import ChangeKind, Role, WorkerChange
 
@@ -9,6 +10,7 @@ ADDED, CHANGED, DRAINING, REMOVED = ChangeKind.ADDED, ChangeKind.CHANGED, Change
 
 
 class Told:
+    source = Source.STATIC
     problem: str | None = "half of it"
 
     def __init__(self, *changes: tuple[ChangeKind, str, Role]) -> None:

@@ -73,6 +73,12 @@ def test_top_prefixes_count_what_they_save() -> None:
     assert [(row["depth_tokens"], row["hits"], row["saved_tokens"]) for row in rows] == [(64, 10, 640), (128, 3, 384)]
 
 
+def test_more_cached_than_the_text_before_an_image_is_no_mistake() -> None:
+    top = TopPrefixes(per_second=1e9)
+    top.note(prompt(*range(40)), None, 16, 1600, now_s=0.0)
+    assert [row["depth_tokens"] for row in top.top(5)] == [32]
+
+
 def test_salted_prompts_are_different_prefixes() -> None:
     top = TopPrefixes(per_second=1e9)
     for salt in ("a", "b"):

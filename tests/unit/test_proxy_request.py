@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.large import LARGE_BYTES, MOST_TOKENS, decode_large
-from gateway.request import BadRequest, RequestReader, Slo, decode_body, form_model
+from gateway.request import BadRequest, RequestReader, Slo, decode_body
 from gateway.tokens import TokenService
 from scorer.fleet import Fleet
 from scorer.types import ChangeKind, PdReason, RequestFacts, TokenSource, WorkerChange
@@ -159,13 +159,21 @@ async def test_a_form_names_its_model() -> None:
         + b"\0" * 200_000
         + b'\r\n--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n--b--\r\n'
     )
-    facts = await read(body, None, fleet(a=("whisper",)), content_type="multipart/form-data; boundary=b")
-    assert facts.model == "whisper"
+    facts = await read(body, None, fleet(a=("whisper", "x")), content_type="multipart/form-data; boundary=b")
+    assert (facts.model, facts.streaming) == ("whisper", False)
+    assert facts.prompt_tokens == len(body) // 256  # Sound has fewer tokens than text.
+    streamed = body.replace(
+        b"\r\n--b--", b'\r\n--b\r\nContent-Disposition: form-data; name="stream"\r\n\r\ntrue\r\n--b--'
+    )
+    assert (await read(streamed, None, content_type="multipart/form-data; boundary=b")).streaming
 
 
-@pytest.mark.parametrize("body", [b"", b'name="model"', b'name="model"\r\n\r\nx', b'name="model"\r\n\r\n\r\n'])
-def test_a_form_without_a_readable_model(body: bytes) -> None:
-    assert form_model(body) is None
+async def test_a_form_without_a_model_means_the_only_one_or_is_told_so() -> None:
+    body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx\r\n--b--\r\n'
+    form = "multipart/form-data; boundary=b"
+    assert (await read(body, None, fleet(a=("whisper",)), content_type=form)).model == "whisper"
+    with pytest.raises(BadRequest, match="several models"):
+        await read(body, None, fleet(a=("whisper",), b=("other",)), content_type=form)
 
 
 @pytest.mark.parametrize("field", ["max_completion_tokens", "max_tokens", "max_output_tokens", "n", "priority"])

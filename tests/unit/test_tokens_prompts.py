@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.tokens import estimate
-from gateway.tokens.cache import PromptCache
+from gateway.tokens.cache import IdCache
 from gateway.tokens.given import ChatPrompt, GivenPrompt, OpaquePrompt, TextPrompt, Truncation, prompts_of
 from gateway.tokens.local import LoadError, load
 from gateway.tokens.settings import TokenSettings
@@ -130,18 +130,28 @@ def test_reasons_are_joined_without_repeats() -> None:
 
 
 def test_cache_keeps_to_its_bytes_and_drops_the_oldest() -> None:
-    cache = PromptCache(1900)
+    cache = IdCache(1900)
     ids = b"1234" * 50
-    keys = [PromptCache.key(f"text {i}", "s") for i in range(5)]
+    keys = [IdCache.key(f"text {i}".encode(), 1) for i in range(5)]
     for key in keys:
         cache.put(key, ids)
-        cache.get(keys[0])
-    assert cache.get(keys[0]) == ids
-    assert cache.get(keys[1]) is None
+        cache.get(keys[0], 6)
+    assert cache.get(keys[0], 6) == ids
+    assert cache.get(keys[1], 6) is None
     assert 0 < cache.n_bytes <= 1900
-    cache.put(PromptCache.key("huge", "s"), b"1234" * 200)
-    assert cache.get(PromptCache.key("huge", "s")) is None
-    assert PromptCache.key("a", "s") != PromptCache.key("a", "t") != PromptCache.key("sa", "")
+    assert (cache.hits, cache.misses) == (6, 1)
+    assert (cache.hit_bytes, cache.miss_bytes) == (36, 6)
+    cache.put(IdCache.key(b"huge", 1), b"1234" * 200)
+    assert cache.get(IdCache.key(b"huge", 1), 4) is None
+    assert IdCache.key(b"a", 1) != IdCache.key(b"a", 2)
+
+
+def test_one_prompt_fills_a_quarter_of_the_cache_at_most() -> None:
+    cache = IdCache(4000)
+    cache.put(0, b"1234")
+    cache.put_all((key, b"1234") for key in range(1, 100))
+    assert cache.get(0, 1) == b"1234"
+    assert sum(ids is not None for ids in cache.get_all(range(1, 100), [1] * 99)) == 1000 // 204
 
 
 @pytest.mark.parametrize("text", ["", "hello", "<|bos|>héllo 你好<|eot_id|>", "def f(x):\n\treturn x\n" * 500])

@@ -10,12 +10,15 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gateway.debug import health
 from gateway.tokens import TokenService, TokenSettings
-from gateway.tokens.local import LocalTokenizer, load
+from gateway.tokens.encoder import PlainEncoder
+from gateway.tokens.local import LocalTokenizer, Lookup, load
 from gateway.tokens.selfcheck import SelfCheck, Tokenizable
 from gateway.tokens.types import CannotTokenize, EngineTokenize, Reason, pack_ids
 from tests.support.token_models import make_model, reference_ids, tokenizer_json
@@ -300,7 +303,7 @@ async def test_a_full_queue_sheds_to_the_estimate_and_the_loop_goes_on(
     release = threading.Event()
     entered = threading.Event()
 
-    def stuck(self: LocalTokenizer, text: str, *, add_special_tokens: bool) -> bytes:
+    def stuck(self: Lookup) -> bytes:
         entered.set()
         assert release.wait(30)
         return pack_ids([1])
@@ -309,7 +312,7 @@ async def test_a_full_queue_sheds_to_the_estimate_and_the_loop_goes_on(
     async with serving(folder, engine, threads=1, max_queued=2) as service:
         await until(lambda: verdict(service) == "verified")
         asked = len(engine.asked)
-        monkeypatch.setattr(LocalTokenizer, "encode", stuck)
+        monkeypatch.setattr(Lookup, "ids", stuck)
         jobs = [asyncio.create_task(service.tokens_for("completions", {"prompt": f"p{i}"}, "m")) for i in range(2)]
         await until(entered.is_set)
         (shed,) = await service.tokens_for("completions", {"prompt": "one too many"}, "m")
@@ -325,16 +328,45 @@ async def test_a_full_queue_sheds_to_the_estimate_and_the_loop_goes_on(
 async def test_a_slow_local_tokenizer_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
-    def stuck(self: LocalTokenizer, text: str, *, add_special_tokens: bool) -> bytes:
+    def stuck(self: Lookup) -> bytes:
         assert release.wait(30)
         return pack_ids([1])
 
     async with serving(folder, local_budget_s=0.05) as service:
         await until(lambda: loaded(service))
-        monkeypatch.setattr(LocalTokenizer, "encode", stuck)
+        monkeypatch.setattr(Lookup, "ids", stuck)
         (tokens,) = await service.tokens_for("completions", {"prompt": "p"}, "m")
         assert (tokens.ids, tokens.reason) == (None, "local_timeout")
         release.set()
+
+
+async def test_what_is_short_or_known_needs_no_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(prompt: str) -> dict[str, Any]:
+        return {"prompt": prompt, "add_special_tokens": False}
+
+    async with serving(folder, threads=1, max_queued=1) as service:
+        await until(lambda: service.status()["m"]["local"].get("encoder") == "fastokens")
+        long = "<|im_start|>" + "x" * 3000
+        assert (await service.tokens_for("completions", text(long), "m"))[0].ids
+        pool = service._shared.pool
+
+        async def no_thread(*_: object, **__: object) -> None:
+            raise CannotTokenize(Reason.QUEUE_FULL)
+
+        monkeypatch.setattr(pool, "run", no_thread)
+
+        async def source(body: dict[str, Any], body_bytes: int | None) -> str:
+            kind = "completions" if "prompt" in body else "chat"
+            (tokens,) = await service.tokens_for(kind, body, "m", body_bytes=body_bytes)
+            return tokens.source
+
+        assert await source(text("never seen"), 100) == "local"
+        assert await source(text(long + "<|im_start|> and more"), 4000) == "local", "little of it is new"
+        assert await source(text(long), 70_000) == "estimate", "looking at it takes too long"
+        assert await source(text("y" * 3000), 4000) == "estimate", "too much of it is new"
+        assert await source(text("never seen either"), None) == "estimate", "nobody says how long it is"
+        many = {"messages": [USER] * 65}
+        assert await source(many, 4000) == "estimate", "a template may take its time over many messages"
 
 
 async def test_a_prompt_over_the_bound_is_estimated(folder: Path) -> None:
@@ -407,3 +439,92 @@ async def test_a_round_of_checks_ends_with_the_first_call_the_engine_misses() ->
     check = SelfCheck(local_ids, engine_ids)
     assert await check.run_fixed() == "unverified"
     assert asked == 2, "a refused case is skipped; an engine that is away is left alone until the next round"
+
+
+class Erring:
+    """In place of `fastokens`: every text has a token too many."""
+
+    name = "fastokens"
+    at_once_bytes = 2048
+
+    def __init__(self, path: Path, added: object, tokenizer: object, plain: PlainEncoder) -> None:
+        self.plain = plain
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[bytes]:
+        return [ids + bytes(4) for ids in self.plain.encode(texts, add_special_tokens=add_special_tokens)]
+
+
+def encoder_of(service: TokenService) -> str | None:
+    return service.status()["m"]["local"].get("encoder")
+
+
+async def test_without_an_engine_samples_are_made_again_the_slow_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.tokens.local.fast_encoder", Erring)
+    async with serving(folder, None, check_rate=1.0) as service:
+        await until(lambda: encoder_of(service) == "fastokens")
+        (wrong,) = await service.tokens_for("completions", {"prompt": "hello"}, "m")
+        assert wrong.n_tokens == len(reference_ids("hello", add_special_tokens=True)) + 1
+        await until(lambda: encoder_of(service) == "tokenizers")
+        (right,) = await service.tokens_for("completions", {"prompt": "hello"}, "m")
+        assert list(right.as_array()) == reference_ids("hello", add_special_tokens=True)
+        local = service.status()["m"]["local"]
+        assert local["why_not_fastokens"] == "it made other ids of a prompt than 'tokenizers'"
+        assert (local["verified"], local["pieces"]) == (1, False)
+        assert len(caplog.messages) == 1
+        core = SimpleNamespace(tokens=service)
+        (degradation,) = health._of_tokens(core)  # type: ignore[arg-type]
+        assert degradation.what == "tokens_slow"
+        assert "other ids of a prompt" in degradation.detail
+
+
+async def test_an_encoder_that_errs_is_not_taken_for_another_tokenizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.tokens.local.fast_encoder", Erring)
+    async with serving(folder, Engine(folder)) as service:
+        await until(lambda: verdict(service) == "verified")
+        assert encoder_of(service) == "tokenizers"
+        (tokens,) = await service.tokens_for("chat", CHAT, "m")
+        assert tokens.source == "local"
+
+
+async def test_samples_rest_after_one_that_took_long(folder: Path) -> None:
+    now_s = 100.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 1.0  # A second for whatever lies between two looks at the clock.
+        return now_s
+
+    service = TokenService(TokenSettings(check_rate=1.0, local_budget_s=1e6), clock_s=clock)
+    await service.start()
+    service.set_model("m", str(folder))
+    try:
+        await until(lambda: encoder_of(service) == "fastokens")
+        verified = []
+        for i in range(60):
+            await service.tokens_for("completions", {"prompt": f"p{i}"}, "m", body_bytes=10)
+            await asyncio.gather(*(t for t in asyncio.all_tasks() if t is not asyncio.current_task()))
+            verified.append(service.status()["m"]["local"]["verified"])
+        assert verified[0] == 1
+        assert 2 <= verified[-1] <= 5
+    finally:
+        await service.close()
+
+
+async def test_a_model_and_its_adapters_share_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+
+    def counting(path: str, *args: Any) -> LocalTokenizer:
+        loads.append(path)
+        return load(path, *args)
+
+    monkeypatch.setattr("gateway.tokens.local.load", counting)
+    async with serving(folder, None) as service:
+        for name in ("adapter", "another"):
+            service.set_model(name, str(folder))
+        await until(lambda: all(s["local"].get("encoder") == "fastokens" for s in service.status().values()))
+        assert loads == [str(folder)]
+        assert (await service.tokens_for("chat", CHAT, "another"))[0].source == "local"

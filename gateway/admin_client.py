@@ -1,0 +1,51 @@
+"""What commands ask a running gateway on its admin port."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from gateway.errors import UserError
+
+ADDRESS = "http://127.0.0.1:8001"
+_TIMEOUT_S = 30.0
+_NO_SUCH_PAGE = (None, "unknown_url", "method_not_allowed")
+_WHICH_PORT = "Is it the main port? --admin takes the gateway's admin address (gateway.admin_port, 8001 by default)."
+
+
+class Refused(UserError):
+    """The gateway answered, and said no."""
+
+
+def ask(url: str, body: bytes | None = None, method: str | None = None) -> Any:
+    """The JSON it answers. POST with a body and GET without, unless `method` says otherwise. Raises Refused or
+    UserError.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"{url} is no http:// or https:// URL")
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310 - checked above
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+            return json.load(response)
+    except urllib.error.HTTPError as exc:
+        said, code = _error(exc.read())
+        if exc.code in (404, 405) and code in _NO_SUCH_PAGE:
+            said = f"{url}: {said or f'status {exc.code}'} {_WHICH_PORT}"
+        raise Refused(said or f"{url}: status {exc.code}") from None
+    except (urllib.error.URLError, TimeoutError) as exc:
+        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+        raise UserError(f"no gateway answers at {url}: {reason}") from None
+    except ValueError:
+        raise UserError(f"{url} did not answer in JSON; is it a gateway's admin address?") from None
+
+
+def _error(body: bytes) -> tuple[str | None, str | None]:
+    """Message and code of an OpenAI error."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"]), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, None

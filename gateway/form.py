@@ -1,0 +1,65 @@
+"""Text fields of multipart/form-data bodies (RFC 7578), looked for near both ends only: between them is the file.
+
+A field counts only where it is one: after a delimiter line of the body's own boundary, with a Content-Disposition that
+names it. What a file says about `name="model"` is the file's business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+WINDOW_BYTES = 64 << 10
+"""So much of each end is looked at."""
+_LONGEST_HEAD_BYTES = 4 << 10
+_LONGEST_BOUNDARY = 256
+_PARAMETER = re.compile(rb';\s*([^\s=;"]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))', re.DOTALL)
+_DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*(?=;)", re.IGNORECASE | re.MULTILINE)
+
+
+def fields(content_type: str, body: bytes, names: frozenset[str]) -> dict[str, str]:
+    """Those fields of `names` that were found, the last of each, as engines read them. Without a boundary, none."""
+    boundary = _parameters(content_type.encode("utf-8", "surrogateescape")).get(b"boundary", b"")
+    if not 0 < len(boundary) <= _LONGEST_BOUNDARY:
+        return {}
+    delimiter = b"\r\n--" + boundary
+    if len(body) <= 2 * WINDOW_BYTES:
+        windows = [b"\r\n" + body]
+    else:
+        windows = [b"\r\n" + body[:WINDOW_BYTES], body[-WINDOW_BYTES:]]
+    wanted = {name.encode(): name for name in names}
+    found: dict[str, str] = {}
+    for window in windows:
+        for name, value in _texts(window, delimiter):
+            if name in wanted:
+                found[wanted[name]] = value.decode("utf-8", "replace")
+    return found
+
+
+def _texts(window: bytes, delimiter: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Name and value of the parts that lie in `window` from delimiter to delimiter and are no files."""
+    at = window.find(delimiter)
+    while at >= 0:
+        start = at + len(delimiter)
+        at = window.find(delimiter, start)
+        while at >= 0 and not window.startswith((b"\r\n", b"--"), at + len(delimiter)):
+            at = window.find(delimiter, at + 1)  # A longer line that only begins like it.
+        if at < 0 or not window.startswith(b"\r\n", start):
+            continue
+        head_end = window.find(b"\r\n\r\n", start, min(at + 4, start + _LONGEST_HEAD_BYTES))
+        disposition = None if head_end < 0 else _DISPOSITION.search(window, start + 2, head_end)
+        if disposition is None:
+            continue
+        line_end = window.find(b"\r\n", disposition.end(), head_end + 2)
+        parameters = _parameters(window[disposition.end() : line_end])
+        if b"name" in parameters and b"filename" not in parameters and b"filename*" not in parameters:
+            yield parameters[b"name"], window[head_end + 4 : at]
+
+
+def _parameters(header: bytes) -> dict[bytes, bytes]:
+    """`; name=value` and `; name="value"` of a header, by lower-case name."""
+    out: dict[bytes, bytes] = {}
+    for found in _PARAMETER.finditer(header):
+        name, quoted, plain = found.groups()
+        out.setdefault(name.lower(), plain if quoted is None else re.sub(rb"\\(.)", rb"\1", quoted, flags=re.DOTALL))
+    return out

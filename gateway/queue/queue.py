@@ -1,0 +1,279 @@
+"""When a request may be planned: at once while a worker that could serve it has room, else in its turn.
+
+The planner still decides where, and it decides then, not on arrival. One request is let go at a time, and the next
+is looked at once that one is booked, so that a freed place is given once. Nothing depends on being told that there is
+room: while anybody waits, everything is looked at anew each `_LOOK_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Mapping
+
+from gateway.config.schema import QueueConfig
+from gateway.debug.metrics import Metrics
+from gateway.engine.available import Available
+from gateway.proxy.access import Record
+from gateway.proxy.flight import Flight
+from gateway.queue import shed
+from gateway.queue.lane import Lane, Waiting
+from gateway.queue.late import Foresight
+from gateway.queue.shed import HEADER, Shed
+from scorer.fleet import Worker
+from scorer.planner import Planner
+from scorer.queue import AGEING
+from scorer.saturation import Saturation
+from scorer.types import RequestFacts
+
+_LOOK_S = 0.02
+_MOST_LANES = 256
+_ASKS = "late"
+
+
+class Queue:
+    """Of one gateway, a lane for each model. `by_tenant`: there are several tenants, and none may fill it alone."""
+
+    def __init__(
+        self,
+        settings: QueueConfig,
+        planner: Planner,
+        available: Available,
+        metrics: Metrics,
+        rng: random.Random,
+        *,
+        by_tenant: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.lanes: dict[str, Lane] = {}
+        self.closed = False
+        self.n_waiting = 0
+        self.saturation = Saturation(settings.waiting_per_worker)
+        self._planner = planner
+        self._available = available
+        self._metrics = metrics
+        self._foresight = Foresight(planner, available, rng)
+        self._share = settings.tenant_share if by_tenant else 1.0
+        self._leaving: Waiting | None = None
+        """Let go, and not booked yet."""
+        self._looks = False
+        self._let_go_so_far = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ---- for requests ------------------------------------------------------------------------------------------------
+
+    async def enter(self, facts: RequestFacts, headers: Mapping[str, str], record: Record) -> float | None:
+        """Returns when the request may be planned, which must be done before anything is awaited. How long it was
+        thought to wait, in seconds (None: that could not be told); how long it did is in the record. Raises Shed.
+        """
+        settings = self.settings
+        # Who has chosen the worker has a queue of its own.
+        if not settings.enabled or facts.subset is not None or facts.rank is not None:
+            return 0.0
+        now_s = time.monotonic()
+        late = facts.slo_ttft_s is not None and (
+            settings.shed_late == "objective" or (settings.shed_late == "asked" and headers.get(HEADER) == _ASKS)
+        )
+        if not self._is_contended(facts.model) and self._has_room(facts.model, now_s):
+            if late and (lane := self.lanes.get(facts.model)) is not None:
+                self._refuse_late(lane, facts, 0.0, 0.0, now_s)
+            return 0.0
+        if next(self._usable(facts.model), None) is None:
+            return 0.0  # The planner says why.
+        return await self._wait(self._lane(facts.model), facts, record, now_s, late=late)
+
+    def ended(self, flight: Flight | None, wait_s: float | None, record: Record) -> None:
+        """A request is over and its booking, if it came to one, given back. `wait_s` is what `enter` returned."""
+        if self.n_waiting:
+            self._look_soon()
+        ttft_ms = record.ttft_ms
+        if flight is None or wait_s is None or ttft_ms is None or record.retries:
+            return
+        predicted_s = wait_s + flight.plan.chosen.price.ttft_s
+        self._lane(flight.facts.model).lateness.note(predicted_s, ttft_ms / 1000, time.monotonic())
+
+    async def _wait(self, lane: Lane, facts: RequestFacts, record: Record, now_s: float, *, late: bool) -> float | None:
+        entry = self._entry(lane, facts, now_s)
+        expected_s = lane.wait_s(lane.queue.ahead(entry.priority, entry.tenant), now_s)
+        if late and expected_s is not None:
+            self._refuse_late(lane, facts, expected_s, 0.0, now_s)
+        self._make_room(lane, entry, now_s)
+        if not lane:
+            lane.leaving.begin(now_s)
+        lane.queue.add(entry)
+        lane.held += 1
+        self.n_waiting += 1
+        self._look_soon()
+        try:
+            await entry.future
+        finally:
+            if lane.queue.remove(entry):  # The client left.
+                self.n_waiting -= 1
+            elif self._leaving is entry:
+                self._leaving = None
+                self._look_soon()  # Not before this task has booked, and waits for something else.
+            waited_s = time.monotonic() - now_s
+            record.queued_ms = round(waited_s * 1000, 3)
+            self._metrics.queue_wait.observe(waited_s)
+        if late:
+            self._refuse_late(lane, facts, 0.0, waited_s, now_s + waited_s)
+        return expected_s
+
+    def _entry(self, lane: Lane, facts: RequestFacts, now_s: float) -> Waiting:
+        within_s = self.settings.max_wait_s
+        answer_tokens = self._planner.cost.output_tokens(facts.max_output_tokens) * facts.n_sequences
+        entry = Waiting(
+            since_s=now_s,
+            deadline_s=now_s + (within_s if facts.slo_ttft_s is None else min(within_s, facts.slo_ttft_s)),
+            priority=facts.priority,
+            tenant=facts.tenant or "",
+            tokens=facts.prompt_tokens,
+            cost=facts.prompt_tokens + answer_tokens,
+        )
+        entry.lane = lane
+        entry.future = asyncio.get_running_loop().create_future()
+        return entry
+
+    def _make_room(self, lane: Lane, entry: Waiting, now_s: float) -> None:
+        """Raises Shed, unless somebody of lower priority can go instead."""
+        settings, queue = self.settings, lane.queue
+        if self.closed:
+            raise self._shed(lane, shed.DRAINING, now_s)
+        n, tokens = queue.of_tenant(entry.tenant)
+        most, most_tokens = settings.max_requests * self._share, settings.max_tokens * self._share
+        if self._share < 1 and (n + 1 > max(1, most) or (n and tokens + entry.tokens > most_tokens)):
+            raise self._shed(lane, shed.TENANT_FULL, now_s)
+        while len(queue) + 1 > settings.max_requests or (queue and queue.tokens + entry.tokens > settings.max_tokens):
+            other = queue.displaced_by(entry.priority)
+            if not isinstance(other, Waiting):
+                raise self._shed(lane, shed.QUEUE_FULL, now_s)
+            self._turn_away(other, shed.QUEUE_FULL, now_s)
+
+    def _refuse_late(self, lane: Lane, facts: RequestFacts, wait_s: float, waited_s: float, now_s: float) -> None:
+        over_s = self._foresight.late_by_s(lane, facts, list(self._usable(facts.model)), wait_s, waited_s, now_s)
+        if over_s > 0:
+            raise self._shed(lane, shed.LATE, now_s, over_s)
+
+    # ---- what happens around it --------------------------------------------------------------------------------------
+
+    def scraped(self, worker: Worker) -> None:
+        """Its figures are new."""
+        self.saturation.read(worker)
+        if self.n_waiting:
+            self._look_soon()
+
+    def forget(self, worker: str) -> None:
+        self.saturation.forget(worker)
+
+    def close(self) -> None:
+        """Whoever waits is told that we are going down."""
+        self.closed = True
+        now_s = time.monotonic()
+        for lane in self.lanes.values():
+            for entry in list(lane.queue):
+                if isinstance(entry, Waiting):
+                    self._turn_away(entry, shed.DRAINING, now_s)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ---- letting go --------------------------------------------------------------------------------------------------
+
+    def _look_soon(self) -> None:
+        if not self._looks:
+            self._looks = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        """Let go of the next, if there is room for it."""
+        self._looks = False
+        if self.n_waiting and self._timer is None and not self.closed:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
+        if self._leaving is not None:
+            return
+        now_s = time.monotonic()
+        self._turn_away_old(now_s)
+        for lane in self._in_turn():
+            workers = list(self._usable(lane.model))
+            if not workers or self.saturation.has_place(workers, now_s):
+                self._let_go(lane, now_s)
+                break
+
+    def _in_turn(self) -> list[Lane]:
+        """Lanes may have workers in common (adapters): by priority, but in each `AGEING`-th turn by age."""
+        by_age = self._let_go_so_far % AGEING == AGEING - 1
+        rows = [
+            (0 if by_age else head.priority, oldest.since_s, name)
+            for name, lane in self.lanes.items()
+            if (head := lane.queue.head()) is not None and (oldest := lane.queue.oldest()) is not None
+        ]
+        return [self.lanes[name] for _, _, name in sorted(rows)]
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._look_soon()
+
+    def _let_go(self, lane: Lane, now_s: float) -> None:
+        entry = lane.queue.pop()
+        if isinstance(entry, Waiting):
+            self.n_waiting -= 1
+            self._let_go_so_far += 1
+            lane.leaving.note(now_s)
+            if not entry.future.done():
+                self._leaving = entry
+                entry.future.set_result(None)
+
+    def _turn_away_old(self, now_s: float) -> None:
+        before_s = now_s - self.settings.max_wait_s
+        for lane in self.lanes.values():
+            while (oldest := lane.queue.oldest()) is not None and oldest.since_s <= before_s:
+                if isinstance(oldest, Waiting):
+                    self._turn_away(oldest, shed.TIMEOUT, now_s)
+
+    def _turn_away(self, entry: Waiting, reason: str, now_s: float) -> None:
+        if entry.lane.queue.remove(entry):
+            self.n_waiting -= 1
+        if not entry.future.done():
+            entry.future.set_exception(self._shed(entry.lane, reason, now_s))
+            entry.future.exception()  # Nobody may be left to look at it.
+
+    def _shed(self, lane: Lane, reason: str, now_s: float, retry_after_s: float | None = None) -> Shed:
+        lane.sheds[reason] += 1
+        self._metrics.rejected(reason)
+        if retry_after_s is None and reason != shed.DRAINING:
+            retry_after_s = lane.wait_s(len(lane), now_s)
+            if retry_after_s is None:
+                retry_after_s = self.settings.max_wait_s
+        return Shed(reason, retry_after_s or 1.0)
+
+    # ---- the fleet ---------------------------------------------------------------------------------------------------
+
+    def _is_contended(self, model: str) -> bool:
+        """Whether others wait for the workers of this model, or are just going there."""
+        if not self.n_waiting and self._leaving is None:
+            return False
+        others = {name for name, lane in self.lanes.items() if lane}
+        if self._leaving is not None:
+            others.add(self._leaving.lane.model)
+        return model in others or any(worker.serves(name) for worker in self._usable(model) for name in others)
+
+    def _has_room(self, model: str, now_s: float) -> bool:
+        is_open = self.saturation.is_open
+        return any(is_open(worker, now_s) for worker in self._usable(model))
+
+    def _usable(self, model: str) -> Iterator[Worker]:
+        is_up = self._available.is_up
+        for worker in self._planner.fleet.workers.values():
+            # None, not asked yet, is as good as a no for the planner too.
+            if worker.role.decodes and not worker.draining and worker.serves(model) and is_up(worker.name):
+                yield worker
+
+    def _lane(self, model: str) -> Lane:
+        lane = self.lanes.get(model)
+        if lane is None:
+            if len(self.lanes) >= _MOST_LANES:
+                served = self._planner.fleet.models()
+                self.lanes = {name: each for name, each in self.lanes.items() if each or name in served}
+            lane = self.lanes[model] = Lane(model)
+        return lane
