@@ -11,7 +11,7 @@ from gateway.errors import UserError
 
 ADDRESS = "http://127.0.0.1:8001"
 _TIMEOUT_S = 30.0
-_NO_SUCH_PAGE = (None, "unknown_url", "method_not_allowed")
+_NO_SUCH_PAGE = ("unknown_url", "method_not_allowed")
 _WHICH_PORT = "Is it the main port? --admin takes the gateway's admin address (gateway.admin_port, 8001 by default)."
 
 
@@ -32,7 +32,7 @@ def ask(url: str, body: bytes | None = None, method: str | None = None) -> Any:
             return json.load(response)
     except urllib.error.HTTPError as exc:
         said, code = _error(exc.read())
-        if exc.code in (404, 405) and code in _NO_SUCH_PAGE:
+        if exc.code in (404, 405) and (code in _NO_SUCH_PAGE or not isinstance(code, str)):
             said = f"{url}: {said or f'status {exc.code}'} {_WHICH_PORT}"
         raise Refused(said or f"{url}: status {exc.code}") from None
     except (urllib.error.URLError, TimeoutError) as exc:
@@ -42,8 +42,8 @@ def ask(url: str, body: bytes | None = None, method: str | None = None) -> Any:
         raise UserError(f"{url} did not answer in JSON; is it a gateway's admin address?") from None
 
 
-def _error(body: bytes) -> tuple[str | None, str | None]:
-    """Message and code of an OpenAI error."""
+def _error(body: bytes) -> tuple[str | None, object]:
+    """Message and code of an OpenAI error; engines have numbers for codes."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"]), error.get("code")

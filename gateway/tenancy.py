@@ -73,6 +73,15 @@ class Tenancy:
             body = self._salted(tenant or "", headers, body)
         return tenant, body
 
+    def take_session(self, headers: CIMultiDict[str]) -> str | None:
+        """The tenant of a connection without a body that a salt could go into; refused where salts are derived, since
+        its prompts would be shared with all. Raises as `take`.
+        """
+        tenant, _ = self.take(headers, b"", salted=False)
+        if self._settings.salt == "derive":
+            raise BadRequest("What is said here cannot be given its tenant's cache salt.", code="not_salted")
+        return tenant
+
     def _tenant(self, name: str, headers: CIMultiDict[str], anonymous: bool) -> str | None:
         values = {value.strip() for value in headers.getall(name, ())}
         if len(values) > 1:

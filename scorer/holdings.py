@@ -18,7 +18,8 @@ from scorer.types import RequestFacts
 EVENT_GRACE_S: Final = 0.5
 """How long after a request's end its blocks stay assumed while its worker's events have not said so."""
 
-_AT_ONCE: Final = 64
+_AT_ONCE: Final = 8
+"""More than requests bring, so that all are looked at again soon; a look takes a microsecond."""
 
 
 class Stay:

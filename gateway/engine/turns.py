@@ -24,11 +24,8 @@ from itertools import count
 import zmq
 
 MESSAGES_PER_TURN = 32
+_BYTES_PER_TURN = 4 << 20
 _IDLE_S = 3600.0
-# Receiving lets go of the interpreter's lock many times a millisecond, each time for less than a waiting thread needs
-# to wake up. That counts as giving way, so the switch interval never forces it; without pauses other threads starve.
-_WORK_S = 0.00025
-_PAUSE_S = 0.00005
 _AFTER_ERROR_S = 0.05
 
 log = logging.getLogger(__name__)
@@ -85,7 +82,6 @@ class Turns:
         self._ready: deque[Inbox] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = count()
-        self._worked_from_s = time.monotonic()
         self._stopping = False
 
     # ---- from any thread --------------------------------------------------------------------------------------------
@@ -149,7 +145,6 @@ class Turns:
     # ---- one turn ---------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._give_way()
         for key, _ in self._selector.select(self._patience_s()):
             if isinstance(key.data, Inbox):
                 self.touch(key.data)
@@ -166,11 +161,6 @@ class Turns:
             inbox.is_ready = False
             self._read(inbox)
 
-    def _give_way(self) -> None:
-        if time.monotonic() - self._worked_from_s >= _WORK_S:
-            time.sleep(_PAUSE_S)
-            self._worked_from_s = time.monotonic()
-
     def _patience_s(self) -> float:
         if self._ready or self._posted:
             return 0.0
@@ -181,24 +171,38 @@ class Turns:
         return min(max(0.0, self._timers[0][0] - self.now()), _IDLE_S)
 
     def _read(self, inbox: Inbox) -> None:
-        for _ in range(MESSAGES_PER_TURN):
+        """All receiving first: it lets go of the interpreter's lock many times a millisecond, each time for less than a
+        waiting thread needs to wake up, which counts as giving way. Mixed with the work it would starve other threads;
+        the work by itself gives way every switch interval.
+        """
+        messages: list[list[bytes]] = []
+        n_bytes, ended, error = 0, False, None
+        while len(messages) < MESSAGES_PER_TURN and n_bytes < _BYTES_PER_TURN:
             if inbox.is_closed:
                 return
             try:
                 frames = inbox.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                if inbox.drained is not None:
-                    self._safely(inbox.drained)
-                return
-            except zmq.ZMQError as error:
-                self._safely(partial(inbox.failed, error))
+                ended = True
+                break
+            except zmq.ZMQError as exc:
+                error = exc
+                break
+            messages.append(frames)
+            n_bytes += sum(map(len, frames))
+        for frames in messages:
+            if inbox.is_closed:
                 return
             try:
                 inbox.take(frames)
-            except Exception as error:
-                self._went_wrong(error)
-            self._give_way()
-        self.touch(inbox)
+            except Exception as exc:
+                self._went_wrong(exc)
+        if error is not None:
+            self._safely(partial(inbox.failed, error))
+        elif not ended:
+            self.touch(inbox)
+        elif inbox.drained is not None and not inbox.is_closed:
+            self._safely(inbox.drained)
 
     def _safely(self, call: Callable[[], None]) -> None:
         try:

@@ -144,6 +144,7 @@ class _Session:
         self._record = Record(
             request_id=request_id, method=request.method, path=PATH, status=499, client=request.remote
         )
+        self._tenant: str | None = None
         self._plan_id: str | None = None
         """Of what is booked."""
         self._client: _ServerSocket | None = None
@@ -158,6 +159,7 @@ class _Session:
         admitted = False
         try:
             self._check_upgrade()
+            self._identify()
             self._face.plane.admit()
             admitted = True
             return await self._serve()
@@ -203,6 +205,16 @@ class _Session:
         if self._face.plane.draining:
             raise errors.no_worker("the gateway is going down")
 
+    def _identify(self) -> None:
+        try:
+            self._tenant = self._parts.tenancy.take_session(self._headers)
+        except BadRequest as exc:
+            self._parts.metrics.rejected("bad_request")
+            raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
+        except ApiError:
+            self._parts.metrics.rejected("no_identity")
+            raise
+
     async def _serve(self) -> web.StreamResponse:
         try:
             facts = await self._facts(self._request.rel_url.query.get("model"))
@@ -218,6 +230,8 @@ class _Session:
         """Raises BadRequest when several models are served and none is named."""
         booked = f"{self._record.request_id}/{id(self):x}"
         facts = await self._parts.reader.session(booked, model, self._headers)
+        if self._tenant is not None:
+            facts = msgspec.structs.replace(facts, tenant=self._tenant)
         hints = self._parts.hints(AioIncoming(self._request))
         return facts if hints is NO_HINTS else msgspec.structs.replace(facts, subset=hints.decode, rank=hints.rank)
 

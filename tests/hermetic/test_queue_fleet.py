@@ -57,14 +57,14 @@ async def test_no_wake_up_is_lost_whoever_leaves_when() -> None:
 
         async def client(i: int) -> None:
             await asyncio.sleep(rng.uniform(0, 0.5))
-            patience_s = rng.choice([0.05, 0.3, 60.0, 60.0, 60.0])
+            patience_s = rng.choice([0.05, 0.3, 240.0, 240.0, 240.0])
             try:
                 async with asyncio.timeout(patience_s):
                     outcomes[(await ask(fleet, f"prompt {i}", tokens=rng.randint(1, 12)))[0]] += 1
             except TimeoutError:
                 outcomes["left"] += 1
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await asyncio.gather(*(client(i) for i in range(120)))
             await asyncio.gather(*busy)
         assert set(outcomes) <= {200, "left"}

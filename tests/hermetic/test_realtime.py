@@ -13,6 +13,7 @@ import pytest
 from aiohttp import WSMsgType, web
 from yarl import URL
 
+from gateway.config.schema import TenancyConfig
 from scorer.types import ChangeKind, WorkerChange
 from tests.support.gateway_world import Fleet, engine, until
 from tests.support.proxy_world import Stub, World
@@ -462,3 +463,33 @@ async def test_a_sidecar_passes_a_session_to_the_engine_of_its_port() -> None:
                 assert (await said(socket))["type"] == "session.created"
                 assert [len(server.sessions) for server in pod.engines] == [1 - rank, rank]
                 assert await transcribe(socket)
+
+
+async def test_the_identity_is_the_gateways_business() -> None:
+    settings = TenancyConfig(header="x-tenant", required=True)
+    async with Fleet(tenancy=settings, a=engine()) as fleet:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await fleet.http.ws_connect(fleet.url + PATH)
+        assert refused.value.status == 401
+        async with fleet.http.ws_connect(fleet.url + PATH, headers={"X-Tenant": "acme"}) as socket:
+            assert (await said(socket))["type"] == "session.created"
+            (session,) = fleet.engines["a"].sessions
+            assert "X-Tenant" not in session.request.headers
+
+
+async def test_no_session_where_every_prompt_must_have_its_tenants_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHE_SALT_SECRET", "a secret of the tests")
+    async with Fleet(tenancy=TenancyConfig(header="x-tenant", salt="derive"), a=engine()) as fleet:
+        async with fleet.http.get(
+            fleet.url + PATH,
+            headers={
+                "X-Tenant": "acme",
+                "Upgrade": "websocket",
+                "Connection": "Upgrade",
+                "Sec-WebSocket-Version": "13",
+                "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+            },
+        ) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["code"] == "not_salted"
+        assert sessions(fleet) == {"a": 0}

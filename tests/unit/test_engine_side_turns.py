@@ -1,59 +1,121 @@
-"""The loop of the ingest thread gives way to other threads."""
+"""The loop of the ingest thread: order, closing in the middle, and no receiving between two pieces of work."""
 
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import zmq
 
 from gateway.engine import turns
-from gateway.engine.turns import Inbox, Turns
+from gateway.engine.turns import MESSAGES_PER_TURN, Inbox, Turns
+
+N = 3 * MESSAGES_PER_TURN + 1
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.pauses: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(self.now_s)
-        self.now_s += seconds
-
-
-@pytest.mark.parametrize(("message_s", "most_between_s"), [(0.0001, 0.0004), (0.002, 0.0021)])
-def test_it_pauses_while_messages_never_end(
-    message_s: float, most_between_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Receiving frees the interpreter's lock so often and so shortly that nobody else would ever get it."""
-    clock = Clock()
-    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+@contextmanager
+def queued(
+    loop: Turns, take: Callable[[int], None], drained: Callable[[], None], payload: bytes = b""
+) -> Iterator[tuple[Inbox, list[str]]]:
+    """An inbox with N numbered messages, and a journal of what the loop does with them."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    loop = Turns(time.monotonic)
-    taken: list[float] = []
+    journal: list[str] = []
 
-    def take(frames: list[bytes]) -> None:
-        clock.now_s += message_s
-        taken.append(clock.now_s)
-        if len(taken) == 100:
-            loop.stop()
+    class Pull:
+        """Stands for the socket in the inbox."""
+
+        def __init__(self, socket: zmq.Socket[bytes]) -> None:
+            self._socket = socket
+            self.close = socket.close
+
+        def getsockopt(self, option: int) -> int:
+            return int(self._socket.getsockopt(option))
+
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            frames = self._socket.recv_multipart(flags)
+            journal.append("receive")
+            return frames
+
+    def taken(frames: list[bytes]) -> None:
+        journal.append("take")
+        take(int(frames[0]))
 
     try:
         push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         pull.bind("inproc://messages")
         push.connect("inproc://messages")
-        for _ in range(100):
-            push.send(b"m")
-        inbox = Inbox(pull, take, lambda error: None)
+        for i in range(N):
+            push.send_multipart([str(i).encode(), payload])
+        inbox = Inbox(Pull(pull), taken, lambda error: None, drained)  # type: ignore[arg-type]
         loop.watch(inbox)
-        loop.run()
+        yield inbox, journal
     finally:
         context.destroy(linger=0)
-    assert len(taken) == 100
-    between = [b - a for a, b in zip([0.0, *clock.pauses], clock.pauses, strict=False)]
-    assert len(clock.pauses) >= 100 * message_s / most_between_s - 1
-    assert max(between) <= most_between_s
+
+
+def test_messages_are_taken_in_order_and_the_end_is_told_after_the_last() -> None:
+    loop = Turns(time.monotonic)
+    seen: list[int] = []
+    at_end: list[int] = []
+
+    def drained() -> None:
+        at_end.append(len(seen))
+        loop.stop()
+
+    with queued(loop, seen.append, drained):
+        loop.run()
+    assert seen == list(range(N))
+    assert at_end[0] == N
+
+
+def test_receiving_is_not_mixed_with_work() -> None:
+    """Each receive frees the interpreter's lock too shortly for others to take it, and keeps them from asking."""
+    loop = Turns(time.monotonic)
+    with queued(loop, lambda _: None, loop.stop) as (_, journal):
+        loop.run()
+    runs = "".join(what[0] for what in journal).replace("tr", "t r").split()
+    assert [run.count("t") for run in runs] == [MESSAGES_PER_TURN] * 3 + [1]
+
+
+def test_large_messages_are_received_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_BYTES_PER_TURN", 1000)
+    loop = Turns(time.monotonic)
+    with queued(loop, lambda _: None, loop.stop, payload=b"x" * 600) as (_, journal):
+        loop.run()
+    runs = "".join(what[0] for what in journal).replace("tr", "t r").split()
+    assert max(run.count("r") for run in runs) == 2
+
+
+def test_what_was_received_before_a_close_is_dropped() -> None:
+    loop = Turns(time.monotonic)
+    seen: list[int] = []
+    inboxes: list[Inbox] = []
+
+    def take(number: int) -> None:
+        seen.append(number)
+        if number == 2:
+            loop.close(inboxes[0])
+            loop.stop()
+
+    with queued(loop, take, lambda: None) as (inbox, _):
+        inboxes.append(inbox)
+        loop.run()
+    assert seen == [0, 1, 2]
+    assert inbox.is_closed
+
+
+def test_a_message_that_cannot_be_taken_stops_no_other() -> None:
+    loop = Turns(time.monotonic)
+    seen: list[int] = []
+
+    def take(number: int) -> None:
+        seen.append(number)
+        if number == 1:
+            raise ValueError
+
+    with queued(loop, take, loop.stop):
+        loop.run()
+    assert seen == list(range(N))
+    assert loop.errors == {"ValueError": 1}
