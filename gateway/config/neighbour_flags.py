@@ -106,6 +106,20 @@ def _rows() -> Iterator[Flag]:
         do.key("gateway", "max_concurrency"),
         "256",
     )
+    yield _near(
+        "queue-size",
+        RUST,
+        "`queue.max_requests`: requests of one model that wait while no worker has room",
+        do.key("queue", "max_requests"),
+        "100",
+    )
+    yield _near(
+        "queue-timeout-secs",
+        RUST,
+        "`queue.max_wait_s`: 429 with Retry-After beyond it",
+        do.key("queue", "max_wait_s"),
+        "60",
+    )
     size = do.key("gateway", "max_body_bytes")
     yield _exact("max-payload-size", RUST, "`gateway.max_body_bytes`", size, "536870912")
     seconds = do.key("gateway", "drain_timeout_s")
