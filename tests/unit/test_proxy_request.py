@@ -104,6 +104,13 @@ async def test_objectives_of_the_configuration_hold_where_the_request_names_none
     assert (facts.slo_ttft_s, facts.slo_tpot_s) == (0.1, 0.1)
 
 
+async def test_objectives_may_be_spelled_as_llm_d_spells_them() -> None:
+    facts = await read({"model": "m", "prompt": [1]}, x_llm_d_slo_ttft_ms="100", x_llm_d_slo_tpot_ms="20")
+    assert (facts.slo_ttft_s, facts.slo_tpot_s) == (0.1, 0.02)
+    facts = await read({"model": "m", "prompt": [1]}, x_llm_d_slo_ttft_ms="100", x_slo_ttft_ms="50")
+    assert facts.slo_ttft_s == 0.05
+
+
 @pytest.mark.parametrize("value", ["fast", "0", "-1", "nan", "inf", ""])
 async def test_an_objective_that_is_no_time_is_refused(value: str) -> None:
     with pytest.raises(BadRequest, match="x-slo-ttft-ms"):
