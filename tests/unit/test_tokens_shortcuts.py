@@ -228,12 +228,20 @@ def test_half_a_surrogate_pair_is_no_text(make: Callable[[Path, Tokenizer], enco
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_other_threads_run_while_it_encodes(fast: bool, tmp_path: Path) -> None:
-    """The longest time another thread stood still is a small part of the call, which it would be with the GIL held."""
+    """The longest time another thread stood still is a small part of the call, which it would never be with the GIL
+    held; on a busy machine it may be once.
+    """
     make_model(tmp_path, None)
     made: encoder.Encoder = PlainEncoder(Tokenizer.from_str(tokenizer_json()))
     if fast:
         made = FastEncoder(tmp_path / "tokenizer.json", [])
-    text = "".join(chr(97 + i * i % 26) for i in range(3_000_000 if fast else 400_000))
+    n_chars = 3_000_000 if fast else 400_000
+    assert any(_longest_pause(made, n_chars, turn) < 0.5 for turn in range(5))
+
+
+def _longest_pause(made: encoder.Encoder, n_chars: int, turn: int) -> float:
+    """Of another thread, as a share of the call."""
+    text = "".join(chr(97 + (i * i + turn) % 26) for i in range(n_chars))
     ticks: list[float] = []
     done = threading.Event()
 
@@ -251,8 +259,7 @@ def test_other_threads_run_while_it_encodes(fast: bool, tmp_path: Path) -> None:
         done.set()
         ticker.join()
     inside = [began_s, *(t for t in ticks if began_s < t < ended_s), ended_s]
-    longest_s = max(b - a for a, b in pairwise(inside))
-    assert longest_s < (ended_s - began_s) / 2
+    return max(b - a for a, b in pairwise(inside)) / (ended_s - began_s)
 
 
 # ---- what is found out later -----------------------------------------------------------------------------------------
