@@ -113,10 +113,10 @@ class RequestReader:
             fields = decode_body(body)
         else:
             fields, left_out, cut_tokens = await self._large(body, kind)
+        facts = await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
         if kind == "responses" and isinstance(previous := fields.get("previous_response_id"), str) and previous:
-            facts = await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
             return await self._follow_up(facts, previous, headers)
-        return await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
+        return facts
 
     async def _read(
         self,
