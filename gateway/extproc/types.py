@@ -1,0 +1,81 @@
+"""What the ext_proc protocol and whoever picks endpoints tell each other.
+
+The protocol collects a request and hands it over as an `Ask`; the picker answers with a `Pick` or a `Refusal`; what
+then becomes of the request the protocol tells the pick's `Watch`. Endpoints are always `ip:port`, IPv6 in brackets.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from multidict import CIMultiDict
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole request, as the proxy is about to send it.
+
+    headers: without pseudo-headers. body: b"" for a request without one. subset: the only endpoints that may be picked,
+    as the proxy says; None where it says nothing.
+    """
+
+    method: str
+    path: str
+    headers: CIMultiDict[str]
+    body: bytes
+    subset: tuple[str, ...] | None = None
+
+
+class Watch(Protocol):
+    """Hears what becomes of a picked request. Exactly one of `ended`, `aborted` and `unseen` comes last, and only once;
+    none of these may await or raise.
+    """
+
+    def responded(self, status: int, headers: CIMultiDict[str], served: str | None) -> None:
+        """The response's head. `served`: the endpoint it came from, where the proxy tells; it may be a local reply of
+        the proxy about an endpoint it could not reach.
+        """
+
+    def chunk(self, data: bytes) -> None:
+        """Some of the response's body, as it came."""
+
+    def ended(self) -> None:
+        """The response is whole."""
+
+    def aborted(self) -> None:
+        """The proxy closed the stream before the response was whole: the client left, or an endpoint broke."""
+
+    def unseen(self) -> None:
+        """The proxy is configured to show no responses, and the request is on its way."""
+
+
+class Pick(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the request goes.
+
+    endpoints: the first is the choice, the others are for proxies that retry. set_headers, remove_headers: beside the
+    destination, which the protocol sets itself. body: in place of the client's; None: not a byte changes. rename: a
+    model name of the response and what clients are told instead.
+    """
+
+    endpoints: tuple[str, ...]
+    watch: Watch
+    set_headers: dict[str, str] = {}
+    remove_headers: tuple[str, ...] = ()
+    body: bytes | None = None
+    rename: tuple[str, str] | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to give instead. details: a word for the proxy's log (its response code details)."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+    details: str = ""
+
+
+class Picker(Protocol):
+    async def pick(self, ask: Ask) -> Pick | Refusal:
+        """May be cancelled: the client has left, or the decision took too long. Whoever gets a `Pick` answers for its
+        watch; a cancelled picker has booked nothing.
+        """
