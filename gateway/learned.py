@@ -115,7 +115,8 @@ class LearnedFile:
         if not isinstance(state, dict) or _VERSION_KEY not in state:
             raise _Unusable("is no file of learned factors", ours=False)
         if (version := state[_VERSION_KEY]) != VERSION:
-            raise _Unusable(f"is of another format ({version!r:.20}) than {VERSION}", ours=True)
+            newer = isinstance(version, int) and version > VERSION  # A downgrade that is taken back finds its file.
+            raise _Unusable(f"is of another format ({version!r:.20}) than {VERSION}", ours=not newer)
         bad = self._calibration.load(state)
         self.loaded = len(self._calibration.factors())
         self._kept = content

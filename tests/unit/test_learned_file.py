@@ -101,7 +101,8 @@ def test_a_link_stays_a_link(path: Path) -> None:
     assert (life(path, Calibration())).loaded == 2
 
 
-OLD = json.dumps({"warmroute_learned_version": VERSION + 1, "factors": {}})
+OLD = json.dumps({"warmroute_learned_version": VERSION - 1, "factors": {}})
+NEWER = json.dumps({"warmroute_learned_version": VERSION + 1, "factors": {}})
 DAMAGED = json.dumps({"warmroute_learned_version": VERSION, "factors": {"work": {"a": [0.1]}}})[:-9]
 
 
@@ -121,7 +122,7 @@ def test_ours_that_cannot_be_read_is_told_and_written_anew(
     assert (life(path, Calibration())).loaded == 2
 
 
-FOREIGN = ["[1]", "null", "not json", '{"apiVersion": "v1"}', '{"a": ' * 5000, "\x00\x01", '{"factors": {}}']
+FOREIGN = ["[1]", "null", "not json", '{"apiVersion": "v1"}', '{"a": ' * 5000, "\x00\x01", '{"factors": {}}', NEWER]
 
 
 @pytest.mark.parametrize("content", FOREIGN)
