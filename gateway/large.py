@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway.handoff.bodies import is_takeable
+
 LARGE_BYTES = 256 << 10
 MOST_TOKENS = 262_144
 """As many are matched: a longer prompt is placed by its beginning."""
@@ -27,8 +29,19 @@ _LENIENT_BYTES = 4 << 20
 _ID_FIELDS = {"completions": "prompt", "generate": "token_ids"}
 _ARRAY_OF_IDS = re.compile(rb"\[\s*\d")
 _BYTES_PER_ID = 8
+_LONGEST_NAMED_BYTES = 64 << 10
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _Named(msgspec.Struct):
+    """What a body that is not taken apart is placed by: everything else in it is skipped."""
+
+    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    stream: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_named = msgspec.json.Decoder(_Named)
 
 
 class LargeBody(NamedTuple):
@@ -42,6 +55,8 @@ class LargeBody(NamedTuple):
 def decode_large(body: bytes, kind: str | None) -> LargeBody | None:
     """The fields of the JSON object in `body`; None if it is none. `kind` None: the prompt is not looked at."""
     try:
+        if not is_takeable(body):
+            return _by_name(_named.decode(body))
         raws = _fields.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         return _leniently(body)
@@ -66,8 +81,17 @@ def decode_large(body: bytes, kind: str | None) -> LargeBody | None:
     return LargeBody(fields, left_out, cut_tokens)
 
 
+def _by_name(named: _Named) -> LargeBody:
+    fields: dict[str, Any] = {}
+    for name in named.__struct_fields__:
+        value = getattr(named, name)
+        if value is not msgspec.UNSET and len(value_bytes := bytes(value)) <= _LONGEST_NAMED_BYTES:
+            fields[name] = msgspec.json.decode(value_bytes)
+    return LargeBody(fields, left_out=True, cut_tokens=0)
+
+
 def _leniently(body: bytes) -> LargeBody | None:
-    if len(body) > _LENIENT_BYTES or not _Budget().allows(body):
+    if len(body) > _LENIENT_BYTES or not is_takeable(body) or not _Budget().allows(body):
         return None
     try:
         fields = json.loads(body)

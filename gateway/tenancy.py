@@ -83,7 +83,7 @@ class Tenancy:
         return tenant
 
     def _tenant(self, name: str, headers: CIMultiDict[str], anonymous: bool) -> str | None:
-        values = {value.strip() for value in headers.getall(name, ())}
+        values = {value.strip(" \t") for value in headers.getall(name, ())}
         if len(values) > 1:
             raise BadRequest(f"The header {name} says who you are more than once.", code="ambiguous_identity")
         tenant = values.pop() if values else ""

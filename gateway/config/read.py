@@ -180,10 +180,9 @@ class _Source:
             return {}
         values = self.struct(Worker, given, path)
         url = values.get("url")
-        try:
-            urlsplit(url if isinstance(url, str) else "")
-        except ValueError as exc:  # An address in brackets that is none.
-            self._fail((*path, "url"), str(exc))
+        problem = _problem_of_url(url) if isinstance(url, str) else None
+        if problem is not None:
+            self._fail((*path, "url"), problem)
         return values
 
     def _list(self, key: Key, given: object, path: Path) -> tuple[object, ...]:
@@ -231,6 +230,19 @@ class _Source:
 
     def _fail(self, path: Path, message: str) -> None:
         self._reader.problems.append(Problem(dotted(path), message, self._where(path)))
+
+
+def _problem_of_url(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as exc:  # An address in brackets that is none, a port above 65535.
+        return str(exc)
+    try:
+        (parts.hostname or "").encode("idna")
+    except UnicodeError:
+        return "its host is no name that can be looked up (an empty or too long part, or a character that no name has)"
+    return "0 is no port" if port == 0 else None
 
 
 def _nearest_key(name: str, path: Path, fields: Mapping[str, Key]) -> str | None:

@@ -35,7 +35,12 @@ HeaderName = Annotated[
     str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", extra={"expected": "the name of an HTTP header"})
 ]
 WorkerName = Annotated[
-    str, Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", extra={"expected": "a text without control characters"})
+    str,
+    Meta(
+        pattern=r"^[^\x00-\x1f\x7f]+\Z",
+        max_length=253,
+        extra={"expected": "a text of at most 253 characters, without control characters"},
+    ),
 ]
 NonEmpty = Annotated[str, Meta(min_length=1, extra={"expected": "a non-empty text"})]
 

@@ -363,7 +363,7 @@ class Scraper:
                     return response.status, await _bounded(response.content, path)
             except TimeoutError:
                 raise _Failed(f"{path}: no answer within {self._settings.timeout_s:g} s") from None
-            except (aiohttp.ClientError, OSError) as error:
+            except (aiohttp.ClientError, OSError, UnicodeError) as error:
                 raise _Failed(f"{path}: {type(error).__name__}: {error}") from None
 
     def _tell(self, call: Callable[[], None]) -> None:

@@ -108,7 +108,7 @@ class EngineTokenizers:
                 continue
             try:
                 answer = await engine.call(body)
-            except (aiohttp.ClientError, OSError) as exc:
+            except (aiohttp.ClientError, OSError, UnicodeError) as exc:
                 error = exc
             except asyncio.CancelledError:  # Most likely it was too slow.
                 engine.avoid_until_s = self._now() + _AVOID_S

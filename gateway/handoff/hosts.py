@@ -28,7 +28,7 @@ class Hosts:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
             names |= {str(address[0]) for *_, address in found}
-        except OSError:
+        except (OSError, UnicodeError):
             kept_s = _FAILED_KEPT_S
         if len(self._known) >= _MOST_KEPT:
             del self._known[next(iter(self._known))]

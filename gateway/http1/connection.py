@@ -28,6 +28,9 @@ _MAY_WAIT_ABOVE_BYTES = _MOST_UNSENT_BYTES // 2
 """A head and the framing come on top."""
 _MOST_AHEAD_BYTES = 64 << 10
 """Of what a client sends before it has its answer; then it is not read any more until it has."""
+_MANY_CHUNKS = 20_000
+"""Few clients cut a body into more; they wait between one lot and the next, so that others have most of the time."""
+_BETWEEN_LOTS_S = 0.012
 
 
 _EMPTY_LINES = re.compile(rb"(?:\r\n)*+")
@@ -47,6 +50,8 @@ class Connection(asyncio.Protocol):
         self._more: asyncio.Future[None] | None = None
         self.ahead: bytes | bytearray = b""
         """Received and not looked at."""
+        self._unfed = b""
+        """Of the request's body, waiting for its turn."""
         self._checked = 0
         self._last = LastHead()
         self.is_held = False
@@ -64,9 +69,15 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         request = self._request
         if request is not None:
+            if self._unfed:
+                self._unfed += data
+                return
             if not request.is_read:
                 data = request.feed(data)
                 self._wake()
+                if data and not request.is_read:
+                    self._feed_later(request, data)
+                    return
             if data:
                 self.ahead = self.ahead + data if self.ahead else data
                 if len(self.ahead) > _MOST_AHEAD_BYTES and not self.is_held:
@@ -83,6 +94,22 @@ class Connection(asyncio.Protocol):
         else:
             self.ahead = bytearray(self.ahead) + data
         self._next()
+
+    def _feed_later(self, request: RawRequest, data: bytes) -> None:
+        self._unfed = data
+        if not self.is_held:
+            self.is_held = True
+            self.transport.pause_reading()
+        self._loop.call_later(_BETWEEN_LOTS_S if request.n_chunks > _MANY_CHUNKS else 0.0, self._feed_on, request)
+
+    def _feed_on(self, request: RawRequest) -> None:
+        data, self._unfed = self._unfed, b""
+        if self.is_lost or self._request is not request:
+            return
+        self.data_received(data)
+        if self.is_held and not self._unfed and len(self.ahead) <= _MOST_AHEAD_BYTES:
+            self.is_held = False
+            self.transport.resume_reading()
 
     def eof_received(self) -> None:
         """A client that has left and one that only sends no more look the same. Returning closes the transport."""
@@ -163,6 +190,9 @@ class Connection(asyncio.Protocol):
         if rest and not request.is_read:
             rest = request.feed(rest)
         self.ahead = rest
+        if rest and not request.is_read:
+            self.ahead = b""
+            self._feed_later(request, rest)
         self.task = self._loop.create_task(self._serve(request, route, target))
 
     async def _serve(self, request: RawRequest, route: Route, target: str) -> None:
@@ -218,7 +248,7 @@ class Connection(asyncio.Protocol):
         would meet, takes the answer from it.
         """
         self._is_ending = True
-        self.ahead = b""
+        self.ahead = self._unfed = b""
         if not unread:
             self.transport.close()
             return

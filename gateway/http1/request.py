@@ -81,8 +81,14 @@ class RawRequest:
         address = self._connection.transport.get_extra_info("sockname")
         return (str(address[0]), int(address[1])) if isinstance(address, tuple) else None
 
+    @property
+    def n_chunks(self) -> int:
+        return 0 if self._chunked is None else self._chunked.n_chunks
+
     def feed(self, data: bytes) -> bytes:
-        """Bytes of the body, and perhaps of what comes after it, which is given back."""
+        """Bytes of the body, and perhaps of what comes after it, which is given back. What is given back of a body
+        that is not whole is to be fed again, when others have had their turn.
+        """
         if self._wrong is not None:
             return b""
         if self._chunked is not None:

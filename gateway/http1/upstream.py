@@ -118,6 +118,8 @@ class RawUpstream(Upstream):
                     raise
         except TimeoutError:
             raise NoConnection("no connection in time") from None
+        except UnicodeError:
+            raise NoConnection("its host is no name that can be looked up") from None
         except OSError as exc:
             self._addresses.clear()  # It may be elsewhere by now.
             raise NoConnection(str(exc), refused=exc.errno == errno.ECONNREFUSED) from exc

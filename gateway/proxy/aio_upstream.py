@@ -132,6 +132,8 @@ class AioUpstream(Upstream):
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             cause = exc.os_error if isinstance(exc, aiohttp.ClientConnectorError) else exc
             raise NoConnection(str(exc), refused=isinstance(cause, ConnectionRefusedError)) from exc
+        except UnicodeError:
+            raise NoConnection("its host is no name that can be looked up") from None
         except TimeoutError:
             raise
         except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as exc:

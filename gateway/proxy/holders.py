@@ -63,26 +63,30 @@ class ResponseHolders:
         if isinstance(known, Place):
             self.lookups["known"] += 1
             return known
-        if isinstance(known, Gone):
-            self.lookups["gone"] += 1
-            raise _not_found(response_id, f"worker {known.worker}, which held it, is gone or was restarted")
         workers = self._workers()
+        why: str | None = None
+        if isinstance(known, Gone):
+            why = f"worker {known.worker}, which held it, is gone or was restarted"
+            if known.worker not in workers:
+                self.lookups["gone"] += 1
+                raise _not_found(response_id, why)
+        # Who is back may have been away from us only, its process all the while running.
         if len(workers) == 1:
             return Place(next(iter(workers)), None)
         if not workers:
             raise errors.no_worker("none is known")
-        if self._unknown.get(response_id, 0.0) > now_s or len(response_id) > LONGEST_ID:
+        if self._unknown.get(response_id, 0.0) > now_s or not _can_be_one(response_id):
             self.lookups["not_found"] += 1
-            raise _not_found(response_id)
+            raise _not_found(response_id, why)
         if self._asking >= _MOST_ASKING:
             raise errors.too_many_requests(_MOST_ASKING)
         self._asking += 1
         try:
-            return await self._ask(response_id, headers, sorted(workers))
+            return await self._ask(response_id, headers, sorted(workers), why)
         finally:
             self._asking -= 1
 
-    async def _ask(self, response_id: str, headers: Mapping[str, str], workers: list[str]) -> Place:
+    async def _ask(self, response_id: str, headers: Mapping[str, str], workers: list[str], why: str | None) -> Place:
         asked = workers[:_MOST_ASKED]
         tasks = {asyncio.ensure_future(self._says(worker, response_id, headers)): worker for worker in asked}
         left, said = set(tasks), {_Says.NOT_HELD} if asked == workers else {_Says.NOTHING}
@@ -111,7 +115,7 @@ class ResponseHolders:
         self._unknown[response_id] = time.monotonic() + _UNKNOWN_S
         if len(self._unknown) > _MOST_UNKNOWN:
             self._unknown.popitem(last=False)
-        raise _not_found(response_id)
+        raise _not_found(response_id, why)
 
     async def _says(self, worker: str, response_id: str, headers: Mapping[str, str]) -> _Says:
         upstream = self._upstreams.get(worker)
@@ -141,7 +145,17 @@ async def _status(upstream: Upstream, target: str, headers: Mapping[str, str]) -
         return response.status
 
 
+def _can_be_one(response_id: str) -> bool:
+    """Not what came as bytes that are no UTF-8, or as half a surrogate pair: no engine makes such."""
+    try:
+        response_id.encode()
+    except UnicodeEncodeError:
+        return False
+    return len(response_id) <= LONGEST_ID
+
+
 def _not_found(response_id: str, why: str | None = None) -> ApiError:
+    response_id = response_id.encode("utf-8", "replace").decode()
     shown = response_id if len(response_id) <= LONGEST_ID else response_id[:LONGEST_ID] + "..."
     text = f"Response with id '{shown}' not found" + ("." if why is None else f": {why}.")
     return ApiError(404, text, code="response_not_found", param="response_id")

@@ -71,6 +71,8 @@ class WorkersPage:
             worker = read_worker(msgspec.json.decode(body))
         except msgspec.MsgspecError as exc:
             raise ApiError(400, f"The body is not JSON: {exc}.", code="invalid_json") from None
+        except RecursionError:
+            raise ApiError(400, "The body is nested too deep.", code="invalid_json") from None
         except ConfigError as exc:
             raise ApiError(400, str(exc).replace("\n", "; "), code="invalid_worker") from None
         name, core = worker_name(worker), self._core

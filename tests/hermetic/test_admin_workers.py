@@ -94,9 +94,15 @@ async def test_a_bare_url_is_a_worker_too(fleet: Fleet) -> None:
         ({"url": "http://user:pw@h:1"}, "expected an http:// or https:// URL"),
         ({"url": "http://h:1", "rank": 3}, "rank: unknown key"),
         ({"url": "http://[1:2]:80"}, "url: '1:2' does not appear to be an IPv4 or IPv6 address"),
-        ({"url": "http://h:1", "name": "a\r\nx-evil: 1"}, "name: expected a text without control characters"),
-        ({"url": "http://h:1", "name": "a\n"}, "name: expected a text without control characters"),
-        ({"url": "http://h:1", "name": ""}, "name: expected a text without control characters"),
+        ({"url": "http://gpu..svc:8000"}, "url: its host is no name that can be looked up"),
+        ({"url": "http://.gpu:8000"}, "url: its host is no name that can be looked up"),
+        ({"url": "http://" + "x" * 64 + ":8000"}, "url: its host is no name that can be looked up"),
+        ({"url": "http://\u202e:1"}, "url: its host is no name that can be looked up"),
+        ({"url": "http://h:0"}, "url: 0 is no port"),
+        ({"url": "http://h:1", "name": "x" * 300}, "name: expected a text of at most 253 characters"),
+        ({"url": "http://h:1", "name": "a\r\nx-evil: 1"}, "without control characters"),
+        ({"url": "http://h:1", "name": "a\n"}, "without control characters"),
+        ({"url": "http://h:1", "name": ""}, "without control characters"),
         ({"url": "http://h:1", "weight": -1}, "weight: expected a number >= 0.01"),
         ({"url": "http://h:1", "role": "king"}, "role: expected one of both, prefill, decode"),
         ([], "expected a URL or an object"),
@@ -108,6 +114,26 @@ async def test_what_is_no_worker_is_refused(fleet: Fleet, body: Any, says: str) 
     assert says in answer["error"]["message"]
     assert "pw" not in answer["error"]["message"]
     assert set(await listed(fleet)) == {"a", "b"}
+
+
+async def test_what_is_nested_too_deep_is_refused(fleet: Fleet) -> None:
+    for body in (b"[" * 100_000, b'{"url":"http://h:1","labels":' + b"[" * 5000 + b"]" * 5000 + b"}"):
+        async with fleet.http.post(f"{fleet.admin}/admin/workers", data=body) as response:
+            assert response.status == 400, await response.text()
+
+
+async def test_a_host_that_cannot_be_looked_up_breaks_nothing(fleet: Fleet) -> None:
+    """As discovery may find it; the configuration and this page refuse it."""
+    fleet.core.take(Source.DNS, WorkerChange(kind=ChangeKind.ADDED, worker="odd", url="http://gpu..svc:8000"))
+    await until(lambda: fleet.core.scraper.reachable("odd") is False)
+    assert (await fleet.get(f"{fleet.url}/v1/models"))[0] == 200
+    assert (await fleet.get(f"{fleet.url}/v1/responses/resp_x"))[1]["error"]["code"] in {
+        "no_worker",
+        "no_worker_available",
+    }
+    status, answer, _ = await fleet.post(f"{fleet.admin}/admin/index/reset?all=true&engine=true")
+    assert status == 502
+    assert set(answer["workers"]) == {"a", "b", "odd"}
 
 
 async def test_names_and_urls_belong_to_one_worker(fleet: Fleet) -> None:

@@ -105,6 +105,19 @@ async def test_who_sends_far_ahead_is_not_read_for_a_while(stub: Stub) -> None:
         assert len(stub.calls) < 10_000
 
 
+async def test_a_body_of_tiny_chunks_is_read_by_turns(world: World, stub: Stub) -> None:
+    """Of 25,000 chunks in one buffer; what follows on the connection is read too."""
+    body = RAW[:-1] + b" " * 25_000 + b"}"
+    reader, writer = await world.connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+    writer.write(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(RAW) + RAW)
+    said = [json.loads(answer)["bytes"] for status, answer in await answers(reader, 2) if status == 200]
+    assert said == [len(body), len(RAW)]
+    writer.close()
+
+
 async def test_pages_and_prompts_on_one_connection(world: World) -> None:
     world.plane.pages = {"/x": _page}  # type: ignore[dict-item]
     reader, writer = await world.connect()

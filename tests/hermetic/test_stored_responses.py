@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from bench.engine.config import FakeVllmConfig
 from bench.engine.timing import preset
+from gateway.discovery import Source
 from gateway.stored import Place
+from scorer.types import ChangeKind, WorkerChange
 from tests.support.gateway_world import Fleet, engine, until
 from tests.support.proxy_world import Call, Stub, World
 
@@ -130,6 +133,27 @@ async def test_a_restarted_workers_responses_are_gone_and_it_is_said(fleet: Flee
         error = answer["error"]
         assert (status, error["code"], error["param"]) == (404, "response_not_found", "response_id")
         assert f"worker {worker}, which held it, is gone or was restarted" in error["message"]
+
+
+async def test_responses_of_a_worker_that_was_away_from_us_only_are_found_again(fleet: Fleet) -> None:
+    worker, made = await create(fleet)
+    url = fleet.engines[worker].url
+    fleet.core.take(Source.STATIC, WorkerChange(kind=ChangeKind.REMOVED, worker=worker))
+    status, answer = await fleet.get(f"{fleet.url}/v1/responses/{made['id']}")
+    assert (status, answer["error"]["code"]) == (404, "response_not_found")
+    fleet.core.take(Source.STATIC, WorkerChange(kind=ChangeKind.ADDED, worker=worker, url=url))
+    await until(lambda: fleet.core.scraper.reachable(worker) is True)
+    assert await fleet.get(f"{fleet.url}/v1/responses/{made['id']}") == (200, made)
+    assert (await create(fleet, previous_response_id=made["id"]))[0] == worker
+
+
+async def test_ids_that_no_engine_makes_are_not_found(fleet: Fleet) -> None:
+    for status, answer in (
+        await fleet.get(URL(f"{fleet.url}/v1/responses/%ff", encoded=True)),
+        (await fleet.post(URL(f"{fleet.url}/v1/responses/%ff/cancel", encoded=True)))[:2],
+        (await fleet.post(fleet.url + "/v1/responses", {**BODY, "previous_response_id": "\ud800"}))[:2],
+    ):
+        assert (status, answer["error"]["code"]) == (404, "response_not_found")
 
 
 async def test_what_a_gateway_forgot_is_found_by_asking(fleet: Fleet) -> None:

@@ -47,10 +47,37 @@ def read(data: bytes, cuts: list[int]) -> tuple[bytes, bytes] | None:
     try:
         for start, end in pairwise(places):
             piece = data[start:end]
-            rest = rest + piece if chunked.is_over else chunked.feed(piece, out)
+            if chunked.is_over:
+                rest += piece
+                continue
+            rest = chunked.feed(piece, out)
+            while rest and not chunked.is_over:  # It gave others their turn.
+                rest = chunked.feed(rest, out)
     except BadChunk:
         return None
     return (b"".join(out), rest) if chunked.is_over else None
+
+
+def test_tiny_chunks_are_taken_in_lots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.http1.chunked._AT_ONCE", 3)
+    chunked, out, data = Chunked(), [], b"1\r\na\r\n" * 8 + b"0\r\n\r\nafter"
+    left = []
+    while not chunked.is_over:
+        data = chunked.feed(data, out)
+        left.append(len(data))
+    assert (b"".join(out), data) == (b"a" * 8, b"after")
+    assert len(left) > 2
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 2000])
+@given(body=bodies(), after=st.binary(max_size=10), cuts=st.lists(st.integers(0, 300), max_size=12))
+def test_every_cut_and_lot_gives_the_same(
+    at_once: int, body: tuple[bytes, bytes], after: bytes, cuts: list[int]
+) -> None:
+    framed, said = body
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.http1.chunked._AT_ONCE", at_once)
+        assert read(framed + after, cuts) == (said, after)
 
 
 @given(bodies(), st.binary(max_size=10), st.lists(st.integers(0, 300), max_size=12))

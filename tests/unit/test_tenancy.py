@@ -100,6 +100,17 @@ def test_what_cannot_be_salted_is_not_served(body: bytes) -> None:
     assert DERIVE.take(CIMultiDict({"x-tenant": "a"}), body, salted=False) == ("a", body)
 
 
+def test_only_spaces_and_tabs_around_an_identity_are_none_of_it() -> None:
+    """Other spaces are part of a name that somebody may have registered beside another's."""
+    tenancy = Tenancy(TenancyConfig(header="x-tenant", salt="derive"), SECRET)
+
+    def salt(tenant: str) -> bytes:
+        return tenancy.take(CIMultiDict({"x-tenant": tenant}), b"{}", salted=True)[1]
+
+    assert salt("t") == salt(" t\t")
+    assert len({salt(f"t{space}") for space in ("", "\xa0", "\x85", "\u2028")}) == 4
+
+
 def test_an_identity_is_one_and_can_be_demanded() -> None:
     with pytest.raises(BadRequest):
         DERIVE.take(CIMultiDict([("x-tenant", "a"), ("x-tenant", "b")]), BODY, salted=True)
