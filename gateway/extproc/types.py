@@ -15,14 +15,17 @@ from multidict import CIMultiDict
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A whole request, as the proxy is about to send it.
 
-    headers: without pseudo-headers. body: b"" for a request without one. subset: the only endpoints that may be picked,
-    as the proxy says; None where it says nothing.
+    headers: without pseudo-headers, and without those that only we may write (`wire.OWNED`). body: b"" for a request
+    without one. blind: there may be a body, but the proxy is configured not to show it (whole); body is b"" then.
+    subset: the only endpoints that may be picked, as the proxy says (an address without a port means all its ports);
+    never empty; None where it says nothing.
     """
 
     method: str
     path: str
     headers: CIMultiDict[str]
     body: bytes
+    blind: bool = False
     subset: tuple[str, ...] | None = None
 
 
