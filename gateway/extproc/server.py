@@ -111,7 +111,8 @@ class PickerServer:
         return bound
 
     def _options(self) -> list[tuple[str, Any]]:
-        most_bytes = self._settings.max_body_bytes + _ENVELOPE_BYTES
+        # A body that is a little over the limit should be refused by us, who say why.
+        most_bytes = 2 * self._settings.max_body_bytes + _ENVELOPE_BYTES
         return [
             # Two processes on one port would get connections, not requests, by turns: Envoy has one for each thread.
             ("grpc.so_reuseport", 0),

@@ -27,7 +27,8 @@
 #                         requests are decided blindly. Chunks are then let pass.
 #
 # A body is whole when its message says so, when trailers come, or when it is as long as its Content-Length. The end
-# itself often comes in an empty message of its own, and is answered by one.
+# itself often comes in an empty message of its own, and is answered by one. Of a body over the limit nothing more is
+# kept, and it is refused when it is whole, or twice too long: who is refused while still sending often never reads why.
 #
 # Errors are exceptions, after which the session only remembers how to close: the stream must then be broken off, never
 # ended well, since to end it well means "go on without me" and sends requests to any endpoint, with an empty body.
@@ -117,6 +118,7 @@ class Session:
         self._head = wire.Head(CIMultiDict(), {})
         self._subset: tuple[str, ...] | None = None
         self._parts: list[bytes] = []
+        self._last_part = b""
         self._size = 0
         self._whole = False
         self._answered_by = _REQUEST_HEAD
@@ -196,25 +198,23 @@ class Session:
         self._head = wire.head_of(message.request_headers.headers)
         self._hear_subset(message)
         self._whole = message.request_headers.end_of_stream
-        length = self._head.content_length
         if self._whole or not self._bodies.shown:
             return self._ask(blind=not self._whole)
-        if length is not None and length > self._max_body_bytes:
-            return self._refuse(too_large(self._max_body_bytes))
         self._request, self._answered_by = _Request.BODY, _REQUEST_BODY
         if not self._bodies.streamed:
             return [wire.unchanged(_REQUEST_HEAD)]
         self._answered_by = _REQUEST_HEAD
-        return self._ask() if length == 0 else []
+        return self._ask() if self._head.content_length == 0 else []
 
     def _request_body(self, message: pb.ProcessingRequest) -> Answers:
         part = message.request_body
         self._hear_subset(message)
-        self._parts.append(part.body)
+        self._whole, self._last_part = part.end_of_stream, part.body
         self._size += len(part.body)
-        if self._size > self._max_body_bytes:
+        if self._size <= self._max_body_bytes:
+            self._parts.append(part.body)
+        elif self._size > 2 * self._max_body_bytes:
             return self._refuse(too_large(self._max_body_bytes))
-        self._whole = part.end_of_stream
         if self._bodies.at_once:
             return self._ask(blind=not (self._whole or self._bodies.ends_seen))
         return self._ask() if self._whole or self._size == self._head.content_length else []
@@ -227,22 +227,25 @@ class Session:
         return self._ask()
 
     def _more_while_deciding(self, message: pb.ProcessingRequest) -> Answers:
-        if self._bodies.streamed and message.HasField(_REQUEST_BODY):
-            self._check_nothing_more(message)
-            self._whole = self._whole or message.request_body.end_of_stream
-        else:
+        if not (self._bodies.streamed and message.HasField(_REQUEST_BODY)):
             self._later.append(message)
+        elif self._is_news(message.request_body):
+            self._whole = message.request_body.end_of_stream
         return []
 
     def _rest_of_request(self, message: pb.ProcessingRequest) -> Answers:
         if not self._bodies.streamed:
             return [wire.unchanged(_REQUEST_BODY)]
-        self._check_nothing_more(message)
-        return [wire.streamed_request(b"", message.request_body.end_of_stream)]
+        if not self._is_news(message.request_body):
+            return []
+        self._whole = message.request_body.end_of_stream
+        return [wire.streamed_request(b"", self._whole)]
 
-    def _check_nothing_more(self, message: pb.ProcessingRequest) -> None:
-        if message.request_body.body or self._whole:
+    def _is_news(self, part: pb.HttpBody) -> bool:
+        """Of a body of which all bytes are there. Envoys since 1.35 may send the last part twice (envoy#46237)."""
+        if not self._whole and part.body not in (b"", self._last_part):
             raise ProtocolError("request_body after the body's end")
+        return not self._whole
 
     def _rest_trailers(self, message: pb.ProcessingRequest) -> Answers:
         return [wire.unchanged("request_trailers")]
@@ -252,6 +255,8 @@ class Session:
         self._subset = self._subset if subset is None else subset
 
     def _ask(self, blind: bool = False) -> Answers:
+        if self._size > self._max_body_bytes:
+            return self._refuse(too_large(self._max_body_bytes))
         if self._subset == ():
             return self._refuse(none_allowed())
         self._request = _Request.DECIDING

@@ -63,8 +63,7 @@ class Stream:
             await self._talk()
         finally:
             self._counts.open -= 1
-            if self._picking is not None:
-                self._picking.cancel()
+            self._call_off()
             self._session.close()
 
     async def _talk(self) -> None:
@@ -73,8 +72,7 @@ class Stream:
             while (message := await self._read()) is not None:
                 self._outgoing += session.feed(message)
                 if session.decided:
-                    if self._picking is not None:
-                        self._picking.cancel()  # Overtaken by the proxy's own answer, if it still runs.
+                    self._call_off()  # Overtaken by the proxy's own answer, if there is no verdict yet.
                 elif session.ask is not None and self._picking is None:
                     self._decide(session.ask)
                 await self._flush()
@@ -102,6 +100,11 @@ class Stream:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _call_off(self) -> None:
+        if self._picking is not None:
+            self._picking.cancel()
+            self._picking = None
+
     async def _pick(self, ask: Ask) -> None:
         limit = asyncio.timeout(self._deadline_s)
         try:
@@ -110,6 +113,7 @@ class Stream:
             self._outgoing += self._session.decide(verdict)
         except Exception as exc:
             self._outgoing += self._session.decide(self._instead(exc, limit.expired()))
+        self._picking = None  # What is decided is also sent.
         try:
             await self._flush()
         except Exception as exc:  # The proxy has gone; `_talk` learns of it by itself.

@@ -140,8 +140,6 @@ def test_a_body_as_long_as_its_content_length_is_not_waited_for() -> None:
     (end,) = talk.feed(request_body(ends=True))
     streamed = end.request_body.response.body_mutation.streamed_response
     assert (streamed.body, streamed.end_of_stream) == (b"", True)
-    with pytest.raises(ProtocolError):
-        talk.feed(request_body(b"more"))
 
 
 def test_its_end_may_come_while_it_is_decided() -> None:
@@ -149,6 +147,24 @@ def test_its_end_may_come_while_it_is_decided() -> None:
     talk.feed(request_head(("content-length", "4"), modes=FD), request_body(b"abcd"), request_body(ends=True))
     (_, body) = talk.pick()
     assert body.request_body.response.body_mutation.streamed_response.end_of_stream
+
+
+@pytest.mark.parametrize("decided", [False, True])
+@pytest.mark.parametrize("length", [[], [("content-length", "4")]])
+def test_envoy_46237_the_last_part_of_a_body_may_come_twice(decided: bool, length: list[tuple[str, str]]) -> None:
+    talk = Talk()
+    talk.feed(request_head(*length, modes=FD), request_body(b"ab"), request_body(b"cd", ends=not length))
+    assert talk.ask.body == b"abcd"
+    if decided:
+        talk.pick()
+    talk.feed(request_body(b"cd", ends=True))
+    if not decided:
+        talk.pick()
+    assert talk.feed(request_body(b"cd", ends=True)) == []
+    assert talk.sent == b"abcd"
+    ends = [a.request_body.response.body_mutation.streamed_response.end_of_stream for a in talk.answers[1:]]
+    assert ends.count(True) == 1
+    assert ends[-1]
 
 
 def test_trailers_end_a_request() -> None:
@@ -330,15 +346,19 @@ def test_a_refusal_is_an_immediate_response() -> None:
     assert talk.feed(response_head(status=429), response_body(b"x", ends=True)) == []
 
 
-def test_a_body_over_the_limit_is_413_as_soon_as_it_is_known() -> None:
+def test_a_body_over_the_limit_is_refused_when_the_client_will_hear_it() -> None:
+    """That is, when it has sent it all; only one that is far too long is cut off."""
+    over = Talk(max_body_bytes=10)
+    assert over.feed(request_head(modes=FD), request_body(b"123456"), request_body(b"12345")) == []
+    (answer,) = over.feed(request_body(ends=True))
+    assert answer.immediate_response.status.code == 413
     told = Talk(max_body_bytes=10)
-    (answer,) = told.feed(request_head(("content-length", "11"), modes=FD))
+    (answer,) = told.feed(request_head(("content-length", "11"), modes=FD), request_body(b"12345678901"))
     assert answer.immediate_response.status.code == 413
-    untold = Talk(max_body_bytes=10)
-    assert untold.feed(request_head(modes=FD), request_body(b"123456")) == []
-    (answer,) = untold.feed(request_body(b"12345"))
+    far = Talk(max_body_bytes=10)
+    (answer,) = far.feed(request_head(modes=FD), request_body(b"1" * 21))
     assert answer.immediate_response.status.code == 413
-    assert untold.feed(request_body(b"more", ends=True)) == []
+    assert far.feed(request_body(b"more", ends=True)) == []
 
 
 def test_a_pick_that_cannot_be_carried_out_may_be_replaced() -> None:
