@@ -41,7 +41,11 @@ class Renamer:
             tail = max(0, cut - self._longest - 1)
             begun = self._beginning.search(text, max(tail, skip))
             cut = begun.start() if begun is not None else cut
-        out = self._pair.sub(lambda match: match[1] + self._to, text[:cut])[skip:]
+        out, at = b"", skip
+        for match in self._pair.finditer(text, skip, cut):
+            out += text[at : match.end(1)] + self._to
+            at = match.end()
+        out += text[at:cut]
         self._held = text[cut:]
         self._before = text[cut - 1 : cut] if cut else b""
         return data if out == data else out

@@ -117,6 +117,7 @@ class Session:
         self._request = _Request.HEAD
         self._head = wire.Head(CIMultiDict(), {})
         self._subset: tuple[str, ...] | None = None
+        self._has_body = False
         self._parts: list[bytes] = []
         self._last_part = b""
         self._size = 0
@@ -198,6 +199,7 @@ class Session:
         self._head = wire.head_of(message.request_headers.headers)
         self._hear_subset(message)
         self._whole = message.request_headers.end_of_stream
+        self._has_body = not self._whole
         if self._whole or not self._bodies.shown:
             return self._ask(blind=not self._whole)
         self._request, self._answered_by = _Request.BODY, _REQUEST_BODY
@@ -273,7 +275,7 @@ class Session:
     def _send(self, pick: Pick) -> Answers:
         body, length = pick.body, None
         if body is not None:
-            if self.ask is None or self.ask.blind or not self._parts:
+            if self.ask is None or self.ask.blind or not self._has_body:
                 raise ValueError("a body for a request that has none, or none that is seen")
             length = None if self._head.content_length is None else len(body)
         message = pb.ProcessingResponse()
@@ -284,7 +286,7 @@ class Session:
         if not self._bodies.streamed:
             if body is not None:
                 common.body_mutation.body = body
-        elif self._parts:
+        elif self._has_body:
             body = b"".join(self._parts) if body is None else body
             parts = list(wire.chunks(body)) if body or self._whole else []
             answers += [wire.streamed_request(part, False) for part in parts[:-1]]
