@@ -41,6 +41,7 @@ def test_only_the_value_of_the_key_model_is_renamed(text: bytes, renamed: bytes)
         (b'{"model" : "ab', b'"model" : "ab'),
         (b'{"model":"abd', b""),
         (b'{"model":"abc', b'"model":"abc'),
+        (b'{"model":"abc"', b""),
         (b'{"x":"', b'"'),
         (b'{"model"' + b" " * 9, b""),
     ],
@@ -48,6 +49,17 @@ def test_only_the_value_of_the_key_model_is_renamed(text: bytes, renamed: bytes)
 def test_only_what_may_become_the_name_is_held_back(chunk: bytes, held: bytes) -> None:
     renamer = Renamer("abc", "x")
     out = renamer.feed(chunk, False)
-    assert out == chunk.removesuffix(held)
-    assert out is chunk or held
+    assert out == chunk.removesuffix(held).replace(b'"abc"', b'"x"')
     assert renamer.feed(b"", True) == held
+
+
+def test_what_does_not_change_is_not_copied() -> None:
+    chunk = b'data: {"n":1}\n\n'
+    assert Renamer("abc", "x").feed(chunk, False) is chunk
+
+
+def test_a_name_of_any_length_is_renamed() -> None:
+    name = "m" * 5000
+    renamer = Renamer(name, "x")
+    text = b'{"model":"%s"}' % name.encode()
+    assert b"".join(renamer.feed(text[i : i + 1], False) for i in range(len(text))) == b'{"model":"x"}'
