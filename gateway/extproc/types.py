@@ -56,8 +56,8 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     """Where the request goes.
 
     endpoints: the first is the choice, the others are for proxies that retry. set_headers, remove_headers: beside the
-    destination, which the protocol sets itself. body: in place of the client's; None: not a byte changes. rename: a
-    model name of the response and what clients are told instead.
+    destination, which the protocol sets itself; those to be removed in lower case. body: in place of the client's;
+    None: not a byte changes. rename: a model name of the response and what clients are told instead.
     """
 
     endpoints: tuple[str, ...]

@@ -36,6 +36,7 @@ OWNED = (
 )
 """Request headers that only we, or the proxy, may write: a client's go no further, nor do they reach the picker."""
 _OWNED = frozenset(OWNED)
+_FOREIGN = tuple(name for name in OWNED if name != DESTINATION)
 
 _UNSENDABLE = frozenset("\r\n\0")
 
@@ -54,11 +55,15 @@ class Head(msgspec.Struct, frozen=True):
 
 def head_of(headers: pb.HeaderMap) -> Head:
     """Envoy writes `raw_value`, agentgateway writes pseudo-headers to `value`."""
-    pairs = [(h.key, h.raw_value.decode("utf-8", "surrogateescape") or h.value) for h in headers.headers]
-    return Head(
-        CIMultiDict([pair for pair in pairs if not pair[0].startswith(":")]),
-        {name: value for name, value in pairs if name.startswith(":")},
-    )
+    pairs, pseudo = [], {}
+    for header in headers.headers:
+        name = header.key
+        value = header.raw_value.decode("utf-8", "surrogateescape") or header.value
+        if name.startswith(":"):
+            pseudo[name] = value
+        else:
+            pairs.append((name, value))
+    return Head(CIMultiDict(pairs), pseudo)
 
 
 def without_owned(headers: CIMultiDict[str]) -> CIMultiDict[str]:
@@ -113,8 +118,11 @@ def route(message: pb.ProcessingResponse, common: pb.CommonResponse, pick: Pick,
         set_header(mutation, name, value)
     if length is not None:
         set_header(mutation, _CONTENT_LENGTH, str(length))
-    ours = {option.header.key for option in mutation.set_headers}
-    mutation.remove_headers.extend(name for name in (*OWNED, *pick.remove_headers) if name.lower() not in ours)
+    removed = _FOREIGN + pick.remove_headers
+    ours = {name.lower() for name in pick.set_headers}
+    if not ours.isdisjoint(removed):  # A proxy may remove after it has set.
+        removed = tuple(name for name in removed if name not in ours)
+    mutation.remove_headers.extend(removed)
     common.clear_route_cache = True
     message.dynamic_metadata.fields[_LB].struct_value.fields[DESTINATION].string_value = destination
 

@@ -283,7 +283,7 @@ def test_control_headers_of_clients_go_nowhere() -> None:
     talk = Talk()
     talk.feed(request_head(*((name, "10.66.6.6:1") for name in OWNED), ("x-mine", "kept"), ends=True))
     assert list(talk.ask.headers) == ["x-mine"]
-    (answer,) = talk.pick(set_headers={"x-prefiller-host-port": "10.0.0.9:8000"})
+    (answer,) = talk.pick(set_headers={"X-Prefiller-Host-Port": "10.0.0.9:8000"})
     mutation = answer.request_headers.response.header_mutation
     assert {DESTINATION, *mutation.remove_headers} | {"x-prefiller-host-port"} == set(OWNED)
     assert "x-prefiller-host-port" not in mutation.remove_headers  # A proxy may remove after it has set.
