@@ -73,6 +73,8 @@ class KubeServer(Stacked):
         """(status, headers) of the next answers."""
         self.down = False
         """Connections are closed without a word."""
+        self.parted: set[str] = set()
+        """Tokens of those for whom it is down."""
         self.slow_s = 0.0
         self.ends_watches = True
         """False: timeoutSeconds is ignored."""
@@ -163,7 +165,8 @@ class KubeServer(Stacked):
     # ---- HTTP --------------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.down:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.down or token in self.parted:
             assert request.transport is not None
             request.transport.abort()
             raise ConnectionResetError
@@ -172,7 +175,6 @@ class KubeServer(Stacked):
         if self.refusals:
             status, headers = self.refusals.pop(0)
             return _status(status, "a fault", headers)
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.tokens is not None and token not in self.tokens:
             return _status(401, "Unauthorized")
         if "/namespaces/" not in request.path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import ssl
 import tempfile
@@ -124,7 +123,7 @@ def _context(where: str, given: Mapping[str, Any], folder: Path) -> ssl.SSLConte
         ca, ca_data = given.get("certificate-authority"), given.get("certificate-authority-data")
         context = ssl.create_default_context(
             cafile=str(folder / ca) if ca and not ca_data else None,
-            cadata=base64.b64decode(ca_data).decode("ascii") if ca_data else None,
+            cadata=_plain(ca_data).decode("ascii") if ca_data else None,
         )
         if given.get("insecure-skip-tls-verify"):
             context.check_hostname = False
@@ -138,7 +137,7 @@ def _context(where: str, given: Mapping[str, Any], folder: Path) -> ssl.SSLConte
                     for what in ("certificate", "key")
                 )
                 context.load_cert_chain(certificate, key)
-    except (OSError, binascii.Error, UnicodeDecodeError) as exc:
+    except (OSError, ValueError) as exc:
         reason = getattr(exc, "reason", None) or getattr(exc, "strerror", None) or exc
         raise UserError(f"{where}: its certificates cannot be used: {reason}") from None
     return context
@@ -148,5 +147,10 @@ def _as_file(data: str | None, file: str | None, folder: Path, scratch: Path) ->
     if not data:
         return str(folder / (file or ""))
     scratch.touch(mode=0o600)
-    scratch.write_bytes(base64.b64decode(data))
+    scratch.write_bytes(_plain(data))
     return str(scratch)
+
+
+def _plain(data: str) -> bytes:
+    """Raises ValueError for what is no base64."""
+    return base64.b64decode("".join(str(data).split()), validate=True)
