@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -20,7 +20,7 @@ from gateway.config.schema import KubernetesConfig
 from gateway.core import Core
 from gateway.debug.faces import AdminPort, Faces
 from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, StaticDiscovery
-from gateway.discovery.kubernetes import KubernetesDiscovery, access_of
+from gateway.discovery.kubernetes import KubernetesDiscovery, RewriteRule, access_of
 from gateway.errors import UserError
 from gateway.http1.listener import Listener
 from gateway.proxy.access import AccessLog
@@ -187,9 +187,14 @@ class Service:
         await self.close()
 
 
-def known_workers(config: Config) -> list[Discovery]:
-    """Those that the configuration names, those of its workers file, those found by DNS and those of Kubernetes. Raises
-    UserError.
+def known_workers(
+    config: Config,
+    *,
+    objectives: Callable[[Mapping[str, int]], None] | None = None,
+    rewrites: Callable[[Sequence[RewriteRule]], None] | None = None,
+) -> list[Discovery]:
+    """Those that the configuration names, those of its workers file, those found by DNS and those of Kubernetes, which
+    has objectives and rewrites too, for who wants them. Raises UserError.
     """
     found: list[Discovery] = [StaticDiscovery(config.workers)]
     if config.workers_file is not None:
@@ -198,7 +203,8 @@ def known_workers(config: Config) -> list[Discovery]:
         found.append(DnsDiscovery(config.discovery.dns, interval_s=config.discovery.interval_s))
     kubernetes = config.kubernetes
     if _is_followed(kubernetes):
-        found.append(KubernetesDiscovery(kubernetes, access_of(kubernetes)))
+        access = access_of(kubernetes)
+        found.append(KubernetesDiscovery(kubernetes, access, objectives=objectives, rewrites=rewrites))
     return found
 
 

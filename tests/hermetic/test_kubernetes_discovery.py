@@ -204,24 +204,24 @@ async def test_objectives_and_rewrites_of_the_pool_under_both_groups() -> None:
         kube = world.kube
         kube.put(POOLS, "pool", pool())
         await world.follow()
-        await world.until(lambda: world.objectives == [()] and world.rewrites == [()])
+        await world.until(lambda: world.objectives == [{}] and world.rewrites == [()])
         kube.installed |= {OLD_OBJECTIVES, REWRITES}
         kube.put(OLD_OBJECTIVES, "old", objective(3))
         kube.put(REWRITES, "rw", rewrite((["m"], {"m-1": 90, "m-2": 10}), ([], {"x": 1})))
         kube.put(REWRITES, "not-ours", rewrite((["m"], {"y": 1}), pool="another"))
-        await world.until(lambda: [it.name for it in world.objectives[-1]] == ["old"])
+        await world.until(lambda: world.objectives[-1] == {"old": 3})
         await world.until(lambda: world.rewrites[-1])
-        first, second = world.rewrites[-1][0].rules
+        first, second = world.rewrites[-1]
         assert (first.models, [(it.model, it.weight) for it in first.targets]) == (("m",), [("m-1", 90), ("m-2", 10)])
-        assert second.models is None
+        assert second.models == ()
         kube.installed.add(OBJECTIVES)
         kube.put(OBJECTIVES, "low", objective(-5))
         kube.put(OBJECTIVES, "none", objective(None))
         kube.put(OBJECTIVES, "elsewhere", objective(1, group="example.com"))
-        await world.until(lambda: [(it.name, it.priority) for it in world.objectives[-1]] == [("low", -5), ("none", 0)])
+        await world.until(lambda: world.objectives[-1] == {"low": -5, "none": 0})
         kube.installed -= {OBJECTIVES, OLD_OBJECTIVES}
         kube.cut()
-        await world.until(lambda: world.objectives[-1] == ())
+        await world.until(lambda: world.objectives[-1] == {})
         assert world.discovery.problem is None
 
 

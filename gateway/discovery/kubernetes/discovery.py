@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,15 +13,17 @@ from gateway.config.schema import KubernetesConfig
 from gateway.discovery.base import Source
 from gateway.discovery.kubernetes.access import Access, from_kubeconfig, in_cluster
 from gateway.discovery.kubernetes.api import Api
+from gateway.discovery.kubernetes.lease import Elector, lease_name
 from gateway.discovery.kubernetes.objectives import PLURAL as OBJECTIVES
-from gateway.discovery.kubernetes.objectives import Objective, read_objective
+from gateway.discovery.kubernetes.objectives import read_objective
 from gateway.discovery.kubernetes.optional import Optional
 from gateway.discovery.kubernetes.pods import Endpoint, Pod, Shape, endpoints_of, read_pod
 from gateway.discovery.kubernetes.pool import Pool, path_of, read_pool
 from gateway.discovery.kubernetes.reflector import Parse, Reflector, Timers
 from gateway.discovery.kubernetes.rewrites import PLURAL as REWRITES
-from gateway.discovery.kubernetes.rewrites import ModelRewrite, read_rewrite
+from gateway.discovery.kubernetes.rewrites import RewriteRule, in_order, read_rewrite
 from gateway.discovery.kubernetes.servers import Servers
+from gateway.errors import UserError
 from scorer.types import WorkerChange
 
 _log = logging.getLogger(__name__)
@@ -36,11 +38,22 @@ def access_of(config: KubernetesConfig) -> Access:
     return from_kubeconfig(config.kubeconfig) if config.kubeconfig is not None else in_cluster()
 
 
+def elector_of(config: KubernetesConfig, changed: Callable[[bool], None] = lambda leads: None) -> Elector | None:
+    """None: every replica serves. Raises UserError."""
+    if not config.leader_election:
+        return None
+    if config.pool is None:
+        raise UserError("kubernetes.leader_election needs kubernetes.pool, after which its Lease is called")
+    access = access_of(config)
+    namespace = config.namespace or access.namespace
+    return Elector(Api(access), namespace, lease_name(namespace, config.pool), changed=changed)
+
+
 class KubernetesDiscovery:
     """What a pod's changes mean is in `Servers`. While the API cannot be asked, everybody known stays.
 
-    `objectives` and `rewrites` are called with all of the pool's, after the first look and after each change; who gives
-    none has them not asked for.
+    `objectives` is called with the priority of each of the pool's by name, `rewrites` with the rules of all: after the
+    first look, and after each change. Who gives none has them not asked for.
     """
 
     source = Source.KUBERNETES
@@ -50,8 +63,8 @@ class KubernetesDiscovery:
         config: KubernetesConfig,
         access: Access,
         *,
-        objectives: Callable[[tuple[Objective, ...]], None] | None = None,
-        rewrites: Callable[[tuple[ModelRewrite, ...]], None] | None = None,
+        objectives: Callable[[Mapping[str, int]], None] | None = None,
+        rewrites: Callable[[Sequence[RewriteRule]], None] | None = None,
         timers: Timers | None = None,
         look_again_s: float = 60.0,
         rng: random.Random | None = None,
@@ -116,20 +129,34 @@ class KubernetesDiscovery:
             await self._api.close()
 
     def _follow_others(self) -> list[Optional[Any]]:
-        pool = self._config.pool
+        pool, objectives, rewrites = self._config.pool, self._objectives, self._rewrites
         if pool is None:
             return []
-        if self._objectives is not None:
-            self._others.append(self._optional(OBJECTIVES, partial(read_objective, pool=pool), self._objectives))
-        if self._rewrites is not None:
-            self._others.append(self._optional(REWRITES, partial(read_rewrite, pool=pool), self._rewrites))
+        if objectives is not None:
+            self._others.append(
+                self._optional(
+                    OBJECTIVES,
+                    partial(read_objective, pool=pool),
+                    lambda found: objectives({it.name: it.priority for it in found}),
+                )
+            )
+        if rewrites is not None:
+            self._others.append(
+                self._optional(REWRITES, partial(read_rewrite, pool=pool), lambda found: rewrites(in_order(found)))
+            )
         return self._others
 
     def _optional(self, plural: str, read: Parse[T | None], told: Callable[[tuple[T, ...]], None]) -> Optional[T]:
         return Optional(
-            self._api, self.namespace, plural, read, told,
-            look_again_s=self._look_again_s, timers=self._timers, rng=self._rng,
-        )  # fmt: skip
+            self._api,
+            self.namespace,
+            plural,
+            read,
+            told,
+            look_again_s=self._look_again_s,
+            timers=self._timers,
+            rng=self._rng,
+        )
 
     # ---- which pods --------------------------------------------------------------------------------------------------
 

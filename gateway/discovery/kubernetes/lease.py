@@ -65,8 +65,8 @@ def new_identity() -> str:
 
 
 class Elector:
-    """`run` campaigns until it is cancelled; `release` afterwards lets another replica lead at once. `changed(leads)`
-    is called when that changes.
+    """`start` campaigns in the running event loop until `close`, which lets another replica lead at once; both may be
+    left out by who awaits `run` and `release`. `changed(leads)` is called when that changes.
     """
 
     def __init__(
@@ -98,11 +98,23 @@ class Elector:
         """When the lease was first seen as it is."""
         self._renewed_s: float | None = None
         self._led = False
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def leads(self) -> bool:
         """Never true for longer than `renew_s` after the last renewal was sent, whatever else is stuck."""
         return self._renewed_s is not None and self._clock() - self._renewed_s < self._timers.renew_s
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self.run(), name="kubernetes lease")
+
+    async def close(self) -> None:
+        """The connection to the API too."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.release()
+        await self._api.close()
 
     async def run(self) -> None:
         while True:

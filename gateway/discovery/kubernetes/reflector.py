@@ -287,7 +287,7 @@ class Reflector(Generic[T]):
         if status is None:
             problem = f"{self._what}: the Kubernetes API cannot be asked ({exc})"
         elif status == _FORBIDDEN:
-            problem += "; give the service account get, list and watch (deploy/kubernetes/rbac.yaml)"
+            problem += "; give the service account list and watch (deploy/kubernetes/rbac.yaml)"
         elif status == _UNKNOWN:
             problem += "; the API does not take the token"
         if self.items:

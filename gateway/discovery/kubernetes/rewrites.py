@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
@@ -45,20 +46,22 @@ class _Rewrite(msgspec.Struct):
     spec: _Spec
 
 
-class RewriteTarget(msgspec.Struct, frozen=True, kw_only=True):
+class RewriteTarget(msgspec.Struct, frozen=True):
+    """`weight` relative to those beside it."""
+
     model: str
-    weight: int
+    weight: int = 1
 
 
-class RewriteRule(msgspec.Struct, frozen=True, kw_only=True):
-    """`models`: the names it is for, None for any."""
+class RewriteRule(msgspec.Struct, frozen=True):
+    """`models`: whom it is for, exactly; empty: any that no rule names."""
 
-    models: tuple[str, ...] | None
+    models: tuple[str, ...]
     targets: tuple[RewriteTarget, ...]
 
 
 class ModelRewrite(msgspec.Struct, frozen=True, kw_only=True):
-    """`created`: as the API writes times, which sort as texts; the older of two that match is believed."""
+    """`created`: as the API writes times, which sort as texts."""
 
     name: str
     created: str
@@ -76,18 +79,23 @@ def read_rewrite(text: bytes, pool: str) -> ModelRewrite | None:
     return ModelRewrite(
         name=rewrite.metadata.name,
         created=rewrite.metadata.creation_timestamp,
-        rules=tuple(RewriteRule(models=_models(rule), targets=_targets(rule)) for rule in rewrite.spec.rules),
+        rules=tuple(RewriteRule(_models(rule), _targets(rule)) for rule in rewrite.spec.rules),
     )
 
 
-def _models(rule: _Rule) -> tuple[str, ...] | None:
-    if not rule.matches or any(match.model is None for match in rule.matches):
-        return None
-    return tuple(match.model.value for match in rule.matches if match.model is not None)
+def in_order(rewrites: Iterable[ModelRewrite]) -> tuple[RewriteRule, ...]:
+    """All rules: those of the oldest rewrite first, which are believed where two are for one model."""
+    ordered = sorted(rewrites, key=lambda rewrite: (rewrite.created, rewrite.name))
+    return tuple(rule for rewrite in ordered for rule in rewrite.rules)
+
+
+def _models(rule: _Rule) -> tuple[str, ...]:
+    models = [match.model for match in rule.matches or ()]
+    return tuple(model.value for model in models if model is not None) if None not in models else ()
 
 
 def _targets(rule: _Rule) -> tuple[RewriteTarget, ...]:
     targets = rule.targets or ()
     if any(target.weight is not None and target.weight < 0 for target in targets):
         raise ValueError("a weight is below 0")
-    return tuple(RewriteTarget(model=it.model_rewrite, weight=1 if it.weight is None else it.weight) for it in targets)
+    return tuple(RewriteTarget(it.model_rewrite, 1 if it.weight is None else it.weight) for it in targets)
