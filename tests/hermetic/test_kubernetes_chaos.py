@@ -17,10 +17,11 @@ from tests.support.pods import pod, pool
 
 RUNS = int(os.environ.get("WARMROUTE_CHAOS_RUNS", "100"))
 SEED = int(os.environ.get("WARMROUTE_CHAOS_SEED", "0"))
-AT_A_TIME = 25
+AT_A_TIME = 50
 CHANGES = 60
 PAUSE_S = 0.012
 SETTLED_WITHIN_S = 10.0
+LOOK_S = 0.02
 PORTS = (8000, 8001)
 
 
@@ -135,7 +136,7 @@ async def run(seed: int) -> dict[str, int]:
             await asyncio.sleep(PAUSE_S * chaos.rng.uniform(0.2, 1.8))
         chaos.heal()
         try:
-            await world.until(lambda: world.fleet.urls == expected(kube), SETTLED_WITHIN_S)
+            await world.until(lambda: world.fleet.urls == expected(kube), SETTLED_WITHIN_S, LOOK_S)
         except AssertionError as exc:
             raise AssertionError(f"seed {seed}: {expected(kube)} != {world.fleet.urls}; {exc}") from None
         return {

@@ -86,13 +86,13 @@ class KubeWorld(Stacked):
         result, = await asyncio.gather(self._task, return_exceptions=True)  # fmt: skip
         assert isinstance(result, asyncio.CancelledError), result
 
-    async def until(self, true: Callable[[], Any], within_s: float = 10.0) -> None:
+    async def until(self, true: Callable[[], Any], within_s: float = 10.0, look_s: float = 0.002) -> None:
         """Wait for a condition; fails when it does not come true, or the discovery ends."""
         try:
             async with asyncio.timeout(within_s):
                 while not true():
                     assert not self._task.done(), self._task.result()
-                    await asyncio.sleep(0.002)
+                    await asyncio.sleep(look_s)
         except TimeoutError:
             raise AssertionError(f"not in time; told: {self.fleet.seen}, {self.discovery.problem}") from None
 

@@ -46,7 +46,7 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.1
     longest_s: float = 10.0
     slow_s: float = 15.0
-    page: int = 500
+    page: int = 250
 
 
 class _Meta(msgspec.Struct, rename="camel"):
@@ -164,7 +164,7 @@ class Reflector(Generic[T]):
     # ---- lists -------------------------------------------------------------------------------------------------------
 
     async def _list(self) -> None:
-        found: dict[str, msgspec.Raw] = {}
+        found: set[str] = set()
         page = self._selectors()
         if self._in_pages:
             page["limit"] = str(self._timers.page)
@@ -176,15 +176,15 @@ class Reflector(Generic[T]):
                     raise
                 self._in_pages = "continue" not in page
                 raise _Relist("its pages are gone") from None
-            for raw in answer.items or ():
-                found[_decoded(_head, raw, "an object").metadata.name] = raw
+            for raw in answer.items or ():  # Page by page: of thousands of pods all at once would hold up the loop.
+                name = _decoded(_head, raw, "an object").metadata.name
+                found.add(name)
+                self._take(name, raw)
             if not answer.metadata.continue_:
                 break
             page["continue"] = answer.metadata.continue_
         for name in [name for name in (*self.items, *self.unreadable) if name not in found]:
             self._drop(name)
-        for name, raw in found.items():
-            self._take(name, raw)
         self._version = answer.metadata.resource_version
         self._in_pages = self.synced = True
         self.lists += 1
