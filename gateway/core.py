@@ -323,7 +323,7 @@ class Core:
             worker,
             models=capabilities.models,
             adapters=[adapter.name for adapter in capabilities.adapters],
-            ranks=sorted(capabilities.event_sources or {}) or [0],
+            ranks=sorted(capabilities.event_sources or {}) or [self._changes[worker].rank],
             max_model_len=capabilities.max_model_len,
         )
         self.health.add(worker, time.monotonic(), _group(self._changes[worker], capabilities))

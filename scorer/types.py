@@ -300,3 +300,5 @@ class WorkerChange(msgspec.Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = {}
     weight: float = 1.0
     """Relative speed of its hardware: predicted compute seconds are divided by it."""
+    rank: int = 0
+    """The data-parallel rank of its engine, where that does not say which ranks it has."""

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from gateway.config.keys import Path, dotted, fields_of
 from gateway.config.read import Problem, Reader, Text, Values
-from gateway.config.schema import Config, PdConfig, SidecarConfig, Worker
+from gateway.config.schema import Config, KubernetesConfig, PdConfig, SidecarConfig, Worker
 from gateway.errors import UserError
 from gateway.sidecar.allow import parse_entry
 from scorer.disaggregation import parse_policy
@@ -106,7 +106,17 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
         url = urlsplit(worker.url)
         if (url.hostname or "").startswith("_") and url.port is not None:
             yield ("discovery", "dns", i, "url"), "names a service by its SRV records, which name the port"
+    yield from _kubernetes(config.kubernetes)
     yield from _repeated_workers(config.workers)
+
+
+def _kubernetes(kubernetes: KubernetesConfig) -> Iterator[tuple[Path, str]]:
+    if kubernetes.pool is not None and kubernetes.selector is not None:
+        yield ("kubernetes", "selector"), "is what kubernetes.pool says; give one of them"
+    if len(set(kubernetes.ports)) < len(kubernetes.ports):
+        yield ("kubernetes", "ports"), "names a port twice"
+    if not kubernetes.ports:
+        yield ("kubernetes", "ports"), "names no port"
 
 
 def _sidecar(sidecar: SidecarConfig) -> Iterator[tuple[Path, str]]:

@@ -27,6 +27,20 @@ Endpoint = Annotated[
         extra={"expected": "a ZeroMQ endpoint (tcp://host:port or ipc://path)"},
     ),
 ]
+EndpointTemplate = Annotated[
+    str,
+    Meta(
+        pattern=rf"^tcp://[^\s/]+:(?:{_PORT}|\{{port\}})$",
+        extra={"expected": "a ZeroMQ endpoint with {ip} for the pod's address (tcp://{ip}:port)"},
+    ),
+]
+KubernetesName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?$",
+        extra={"expected": "the name of an object of Kubernetes"},
+    ),
+]
 Address = Annotated[
     str,
     Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
@@ -140,6 +154,45 @@ class DiscoveryConfig(_Section, frozen=True):
         ),
     ] = ()
     interval_s: Annotated[float, Meta(ge=1, description="Period of resolving these names anew.")] = 5.0
+
+
+class KubernetesConfig(_Section, frozen=True):
+    """Pods as workers, followed through the Kubernetes API: those of an InferencePool, or those of a selector."""
+
+    pool: Annotated[
+        KubernetesName | None,
+        Meta(description="Name of the InferencePool (v1) whose pods and target ports are the workers; null: none."),
+    ] = None
+    namespace: Annotated[
+        KubernetesName | None,
+        Meta(description="Namespace of pool and pods; null: that of the service account, or of the kubeconfig."),
+    ] = None
+    selector: Annotated[
+        NonEmpty | None,
+        Meta(description="Label selector of the pods, such as app=vllm, where there is no pool; null: none."),
+    ] = None
+    ports: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=65535)], ...],
+        Meta(description="Ports of each selected pod that are a server; of several, each is a data-parallel rank."),
+    ] = (8000,)
+    scheme: Annotated[Literal["http", "https"], Meta(description="What the pods speak.")] = "http"
+    events: Annotated[
+        EndpointTemplate | None,
+        Meta(
+            description="KV-event publisher of a pod, such as tcp://{ip}:5557 ({port}, {pod} and {namespace} are its "
+            "own too); further ranks follow on the ports after it. null asks the engine."
+        ),
+    ] = None
+    replay: Annotated[
+        EndpointTemplate | None, Meta(description="KV-event replay endpoint of a pod, likewise; null asks the engine.")
+    ] = None
+    kubeconfig: Annotated[
+        NonEmpty | None, Meta(description="File to reach the API by from outside; null: the pod's service account.")
+    ] = None
+    leader_election: Annotated[
+        bool,
+        Meta(description="Of several replicas of warmroute epp, let one at a time serve: the holder of a Lease."),
+    ] = False
 
 
 class SidecarConfig(_Section, frozen=True):
@@ -401,6 +454,7 @@ class Config(_Section, frozen=True):
         NonEmpty | None, Meta(description="YAML file holding such a list, re-read when it changes; null: none.")
     ] = None
     discovery: DiscoveryConfig = DiscoveryConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     engine_api_key_env: Annotated[
         str,
         Meta(

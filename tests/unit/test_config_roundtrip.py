@@ -53,6 +53,10 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
         tuple
     ),
     "data_parallel_size": st.integers(1, 4),
+    "ports": st.lists(st.integers(1, 65535), min_size=1, max_size=3, unique=True).map(tuple),
+    "pool": st.none(),
+    "selector": st.none() | st.just("app in (vllm, vllm-canary),tier!=test"),
+    "namespace": st.none() | st.just("models"),
     "header": st.none() | st.sampled_from(["x-tenant", "Authorization"]),
     "engine": st.sampled_from(["http://10.0.0.1:8200", "https://[fd00::1]/base"]),
     "lease_s": st.floats(1.0, 100.0, exclude_min=True),
@@ -77,6 +81,8 @@ def valid(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(key.type))
     if key.type is bool:
         return st.booleans()
+    if "{ip}" in key.expected:
+        return st.none() | st.sampled_from(["tcp://{ip}:5557", "tcp://{pod}.vllm:{port}", "tcp://*:5557"])
     if "ZeroMQ" in key.expected:
         return ENDPOINT
     if "text" in key.expected:
