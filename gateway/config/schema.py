@@ -218,6 +218,64 @@ class SidecarConfig(_Section, frozen=True):
     ] = False
 
 
+class EppConfig(_Section, frozen=True):
+    """The endpoint picker behind Envoy (`warmroute epp`). Limits and times are those of the section gateway."""
+
+    host: Annotated[NonEmpty, Meta(description="Address of ext_proc, of gRPC health and of /metrics.")] = "0.0.0.0"  # noqa: S104
+    port: Annotated[Port, Meta(description="Port of ext_proc, which answers gRPC health too; 0 takes a free one.")] = (
+        9002
+    )
+    health_port: Annotated[Port, Meta(description="Port of gRPC health by itself; 0 takes a free one.")] = 9003
+    metrics_port: Annotated[
+        Port, Meta(description="Port of /metrics, /readyz, /livez and /health; 0 takes a free one.")
+    ] = 9090
+    admin_host: Annotated[
+        NonEmpty, Meta(description="Address of the picker's own /debug; loopback unless you decide otherwise.")
+    ] = "127.0.0.1"
+    admin_port: Annotated[Port, Meta(description="Port of the picker's own /debug; 0 takes a free one.")] = 9091
+    tls: Annotated[
+        Literal["self_signed", "files", "off"],
+        Meta(
+            description="ext_proc in TLS: with a certificate made at the start, which gateways expect and do not "
+            "check, with tls.cert and tls.key, or not at all."
+        ),
+    ] = "self_signed"
+    sidecar: Annotated[
+        Literal["warmroute", "llm-d", "none"],
+        Meta(
+            description="What stands before the engines and carries plans out. llm-d: prefill workers only, no peers; "
+            "none: each prompt is computed where it is decoded."
+        ),
+    ] = "warmroute"
+    decision_deadline_s: Annotated[
+        Seconds, Meta(description="Longest time to decide, waiting for room apart; 503 beyond it.")
+    ] = 5.0
+    fallback_endpoints: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=7,
+            description="Next best endpoints named after the choice, for data planes that take a list (Istio); others "
+            "fail on one.",
+        ),
+    ] = 0
+    objectives: Annotated[
+        tuple[NonEmpty, ...],
+        Meta(description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first."),
+    ] = ()
+    rewrites: Annotated[
+        tuple[NonEmpty, ...],
+        Meta(description="Models asked for in place of others: MODEL=TARGET or MODEL=TARGET*WEIGHT."),
+    ] = ()
+    conformance: Annotated[
+        bool,
+        Meta(
+            description="For the conformance suite of GAIE only: the header test-epp-endpoint-selection picks, the "
+            "response names the endpoint that served, and load alone decides otherwise."
+        ),
+    ] = False
+
+
 class PdConfig(_Section, frozen=True):
     """Prefill on one worker, decode on another."""
 
@@ -447,6 +505,7 @@ class Config(_Section, frozen=True):
 
     gateway: GatewayConfig = GatewayConfig()
     sidecar: SidecarConfig = SidecarConfig()
+    epp: EppConfig = EppConfig()
     workers: Annotated[
         tuple[Worker, ...], Meta(description="Engine servers known from the start: URLs, or objects with these keys.")
     ] = ()

@@ -60,6 +60,11 @@ class Flight:
         if self._ticket is None:
             self._ticket = self._health.request_started(self.worker, time.monotonic(), self._quiet_s())
 
+    def prefilled(self, at_s: float | None = None, *, guessed: bool = False) -> None:
+        """The prefill worker has answered, at `at_s` or now; `guessed`: nobody has seen when."""
+        outcome = Outcome(kind=OutcomeKind.PREFILL_DONE, guessed=guessed)
+        self._planner.observe(self.facts.request_id, outcome, time.monotonic() if at_s is None else at_s)
+
     def first_byte(self, *, guessed: bool = False) -> None:
         """The first byte of a good answer's body is here. `guessed`: when it came says nothing of how fast it was."""
         now_s = time.monotonic()

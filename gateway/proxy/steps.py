@@ -20,6 +20,7 @@ from gateway.proxy.usage import Usage
 from gateway.request import BadRequest
 from gateway.stored import Place, ResponseHead, is_stored
 from indexer import Prompt
+from scorer.fleet import STALE_S, Worker
 from scorer.planner import ModelNotFound, NoWorker
 from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts
 
@@ -127,9 +128,18 @@ def least_busy(parts: Parts, among: frozenset[str] | None = None) -> str:
     if not names:
         parts.metrics.rejected("no_worker")
         raise errors.no_worker("none is up")
-    requests = {name: sum(load.requests for load in workers[name].loads.values()) for name in names}
-    least = min(requests.values())
-    return parts.rng.choice([name for name in names if requests[name] == least])
+    inside = {name: _inside(workers[name]) for name in names}
+    least = min(inside.values())
+    return parts.rng.choice([name for name in names if inside[name] == least])
+
+
+def _inside(worker: Worker) -> float:
+    """Requests there: what is booked, or what its engine says if that is more."""
+    booked = sum(load.requests for load in worker.loads.values())
+    stats = worker.stats
+    if stats is None or time.monotonic() - stats.scraped_at_s > STALE_S:
+        return booked
+    return max(booked, (stats.running or 0.0) + (stats.waiting or 0.0))
 
 
 # ---- after -----------------------------------------------------------------------------------------------------------
