@@ -38,6 +38,16 @@ SIDECAR_ALIASES: Aliases = {
     ("sidecar", "admin_port"): ("--admin-port",),
     ("sidecar", "data_parallel_size"): ("--data-parallel-size",),
 }
+EPP_ALIASES: Aliases = {
+    ("epp", "host"): ("--host",),
+    ("epp", "port"): ("--port", "--grpc-port"),
+    ("epp", "health_port"): ("--grpc-health-port",),
+    ("epp", "metrics_port"): ("--metrics-port",),
+    ("epp", "admin_host"): ("--admin-host",),
+    ("epp", "admin_port"): ("--admin-port",),
+    ("epp", "fallback_endpoints"): ("--fallback-endpoints",),
+    ("epp", "conformance"): ("--conformance",),
+}
 _ROLES = {"--prefill": "prefill", "--decode": "decode", "--worker-urls": None}
 
 

@@ -247,6 +247,13 @@ class EppConfig(_Section, frozen=True):
             "none: each prompt is computed where it is decoded."
         ),
     ] = "warmroute"
+    responses: Annotated[
+        Literal["seen", "unseen"],
+        Meta(
+            description="unseen: the proxy shows no responses (response_header_mode: SKIP), which is cheaper; nothing "
+            "is learned then, and bookings are given back by estimate."
+        ),
+    ] = "seen"
     decision_deadline_s: Annotated[
         Seconds, Meta(description="Longest time to decide, waiting for room apart; 503 beyond it.")
     ] = 5.0
@@ -254,7 +261,6 @@ class EppConfig(_Section, frozen=True):
         int,
         Meta(
             ge=0,
-            le=7,
             description="Next best endpoints named after the choice, for data planes that take a list (Istio); others "
             "fail on one.",
         ),

@@ -13,11 +13,9 @@ from multidict import CIMultiDict
 OBJECTIVE = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 FAIRNESS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
-DESTINATION = "x-gateway-destination-endpoint"
 CHOSEN_BY_TEST = "test-epp-endpoint-selection"
 """Of the conformance suite of GAIE, as the next."""
 SERVED_FOR_TEST = "x-conformance-test-served-endpoint"
-DROPPED = "x-llm-d-request-dropped-reason"
 
 _OURS = frozenset({*OBJECTIVE, *FAIRNESS, *REWRITE, CHOSEN_BY_TEST})
 """They have done their work here. Headers that steer workers go no further than the protocol."""

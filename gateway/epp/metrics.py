@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.extproc.stream import Counts
 
 OUTCOMES = ("as_planned", "otherwise", "of_another", "malformed")
 """What sidecars say of the plans they were sent."""
@@ -50,3 +56,29 @@ class EppMetrics:
 
     def objective(self, *, known: bool) -> None:
         self._objectives.labels("known" if known else "unknown").inc()
+
+
+class StreamCounts(Collector):
+    """The protocol's own counts."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._counts
+        open_ = GaugeMetricFamily("warmroute_epp_streams_open", "Requests and responses the proxy shows now.")
+        open_.add_metric([], counts.open)
+        yield open_
+        yield CounterMetricFamily("warmroute_epp_streams", "Streams the proxy began.", value=counts.begun)
+        failed = CounterMetricFamily(
+            "warmroute_epp_streams_failed",
+            "Streams with a request decided without its body (blind), not decided in time (late), broken off because "
+            "a message did not fit (broken), or for an error of ours (failed).",
+            labels=["how"],
+        )
+        for how in ("blind", "late", "broken", "failed"):
+            failed.add_metric([how], getattr(counts, how))
+        yield failed

@@ -20,7 +20,7 @@ from multidict import CIMultiDict
 
 from gateway.config.schema import EppConfig
 from gateway.epp import carrying
-from gateway.epp.control import CHOSEN_BY_TEST, Control, not_for_workers, read_control
+from gateway.epp.control import CHOSEN_BY_TEST, SERVED_FOR_TEST, Control, not_for_workers, read_control
 from gateway.epp.objectives import DEFAULT, Objectives
 from gateway.epp.parts import EppParts
 from gateway.epp.refusals import refusal
@@ -32,6 +32,7 @@ from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
+from gateway.proxy.headers import OUTCOME_HEADER
 from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.routes import ROUTES, Route
 from gateway.proxy.steps import CLIENT_LEFT
@@ -283,6 +284,8 @@ class _Picking:
             remove_headers=tuple(dict.fromkeys(removed)),
             body=None if body == self._ask.body else body,
             rename=rename,
+            hide_headers=() if self._parts.response_headers else (OUTCOME_HEADER,),
+            served_header=SERVED_FOR_TEST if self._picker._settings.conformance else None,
         )
 
     def _note_overhead(self) -> None:

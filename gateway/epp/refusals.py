@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from gateway.epp.control import DROPPED
+from typing import Final
+
+import msgspec
+
+from gateway.extproc import refusals
+from gateway.extproc.refusals import EXPIRED, NO_ENDPOINTS, SATURATED, SHUTTING_DOWN
 from gateway.extproc.types import Refusal
 from gateway.proxy.errors import ApiError
 from gateway.queue import shed
 
-_DROPPED = {
-    "no_worker": "rejected-no-endpoints",
-    shed.QUEUE_FULL: "rejected-saturated",
-    shed.TENANT_FULL: "rejected-saturated",
-    shed.LATE: "rejected-saturated",
-    shed.SATURATED: "rejected-saturated",
-    shed.TIMEOUT: "rejected-ttl-expired",
-    shed.DRAINING: "rejected-shutting-down",
+_DROPPED: Final = {
+    "no_worker": NO_ENDPOINTS,
+    shed.QUEUE_FULL: SATURATED,
+    shed.TENANT_FULL: SATURATED,
+    shed.LATE: SATURATED,
+    shed.SATURATED: SATURATED,
+    shed.TIMEOUT: EXPIRED,
+    shed.DRAINING: SHUTTING_DOWN,
+    "decision_timeout": EXPIRED,
 }
+"""By the error's code."""
 
 
 def refusal(error: ApiError, request_id: str) -> Refusal:
-    headers = {name.lower(): value for name, value in error.headers().items()}
-    headers["x-request-id"] = request_id
-    dropped = _DROPPED.get(error.code or "")
-    if dropped is not None:
-        headers[DROPPED] = dropped
-    return Refusal(status=error.status, body=error.body, headers=headers, details=f"warmroute_{error.code or 'error'}")
+    made = refusals.refusal(error, _DROPPED.get(error.code or ""))
+    return msgspec.structs.replace(made, headers={**made.headers, "x-request-id": request_id})

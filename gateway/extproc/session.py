@@ -134,6 +134,8 @@ class Session:
         self._response = _Response.HEAD
         self._told: Told | None = None
         self._rename: tuple[str, str] | None = None
+        self._hide_headers: tuple[str, ...] = ()
+        self._served_header: str | None = None
         self._renamer: Renamer | None = None
         self._tells_length = False
 
@@ -168,6 +170,7 @@ class Session:
             answers = self._send(verdict)
             self.ask, self._request = None, _Request.SENT
             self._told, self._rename, told = told, verdict.rename, None
+            self._hide_headers, self._served_header = verdict.hide_headers, verdict.served_header
         finally:
             if told is not None:
                 told.aborted()
@@ -323,7 +326,10 @@ class Session:
         self._response = _Response.OVER if ends else _Response.BODY
         if self._told is None:
             return [answer]
-        self._told.responded(int(status), head.headers, wire.served_of(message))
+        served = wire.served_of(message)
+        self._told.responded(int(status), head.headers, served)
+        if self._hide_headers or (self._served_header is not None and served is not None):
+            wire.change_response(answer, self._hide_headers, self._served_header, served)
         if ends:
             self._told.ended()
         elif not self._response_bodies.ends_seen and not self._response_bodies.at_once:

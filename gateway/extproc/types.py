@@ -57,7 +57,8 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoints: the first is the choice, the others are for proxies that retry. set_headers, remove_headers: beside the
     destination, which the protocol sets itself; those to be removed in lower case. body: in place of the client's;
-    None: not a byte changes. rename: a model name of the response and what clients are told instead.
+    None: not a byte changes. rename: a model name of the response and what clients are told instead. hide_headers: of
+    the response, not for the client. served_header: that tells the client who has served it; None: none does.
     """
 
     endpoints: tuple[str, ...]
@@ -66,6 +67,8 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     remove_headers: tuple[str, ...] = ()
     body: bytes | None = None
     rename: tuple[str, str] | None = None
+    hide_headers: tuple[str, ...] = ()
+    served_header: str | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

@@ -187,5 +187,15 @@ def replaced_body(body: bytes, tells_length: bool) -> pb.ProcessingResponse:
     return message
 
 
+def change_response(
+    message: pb.ProcessingResponse, hide: tuple[str, ...], served_header: str | None, served: str | None
+) -> None:
+    """A response's headers, without those of `hide` and with one that names who has served it."""
+    mutation = message.response_headers.response.header_mutation
+    mutation.remove_headers.extend(hide)
+    if served_header is not None and served is not None:
+        set_header(mutation, served_header, served)
+
+
 def without_content_length(message: pb.ProcessingResponse) -> None:
     message.response_headers.response.header_mutation.remove_headers.append(_CONTENT_LENGTH)

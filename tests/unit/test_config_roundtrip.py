@@ -61,6 +61,8 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "engine": st.sampled_from(["http://10.0.0.1:8200", "https://[fd00::1]/base"]),
     "lease_s": st.floats(1.0, 100.0, exclude_min=True),
     "interval_s": st.floats(1.0, 100.0),
+    "objectives": st.lists(st.sampled_from(["a=1", "b=-1"]), max_size=2).map(tuple),
+    "rewrites": st.lists(st.sampled_from(["m=a*3", "m=b"]), max_size=2).map(tuple),
     "session_affinity": st.sampled_from(["off", "strict"]),
     "session_header": st.sampled_from(["x-session-id", "X-Chat"]),
 }
@@ -108,6 +110,9 @@ def test_any_config_printed_reads_back_equal(config: Config) -> None:
     if config.gateway.port == config.gateway.admin_port or (config.tls.cert is None) != (config.tls.key is None):
         return
     if sidecar.port > 65000 or sidecar.admin_port in range(sidecar.port, sidecar.port + sidecar.data_parallel_size):
+        return
+    epp = config.epp
+    if len({epp.port, epp.health_port, epp.metrics_port, epp.admin_port}) < 4:
         return
     assert read(config_yaml(config)) == config
 
