@@ -1,6 +1,7 @@
-"""A discovery as a picker sees it: Envoy is told addresses, so that a worker's URL must have one.
+"""A discovery as a picker sees it: Envoy is told an address and a port, so a worker's URL must be no more than that.
 
-A name is resolved when its worker is told of. Until that succeeds the worker is left out, and `problem` says so.
+A name is resolved when its worker is told of. While that fails, and for a URL with a path, the worker is left out and
+`problem` says so.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Addressed:
         self._discovery = discovery
         self._resolve = resolve
         self._again_s = again_s
-        self._unresolved: dict[str, WorkerChange] = {}
+        self._left_out: dict[str, tuple[WorkerChange, str]] = {}
+        """By name, and why."""
 
     @property
     def source(self) -> Source:
@@ -45,23 +47,20 @@ class Addressed:
 
     @property
     def problem(self) -> str | None:
-        if not self._unresolved:
-            return self._discovery.problem
-        urls = ", ".join(f"{name} ({change.url})" for name, change in sorted(self._unresolved.items()))
-        problems = [self._discovery.problem, f"left out, because its host has no address now: {urls}"]
-        return "; ".join(filter(None, problems))
+        reasons = [f"{name} is left out: {why}" for name, (_, why) in sorted(self._left_out.items())]
+        return "; ".join(filter(None, [self._discovery.problem, *reasons])) or None
 
     async def changes(self) -> AsyncIterator[WorkerChange]:
         told: asyncio.Queue[WorkerChange | None] = asyncio.Queue()
         following = asyncio.get_running_loop().create_task(self._follow(told))
         try:
             ended = False
-            while not ended or self._unresolved:
+            while not ended or self._left_out:
                 try:
-                    async with asyncio.timeout(self._again_s if self._unresolved else None):
+                    async with asyncio.timeout(self._again_s if self._left_out else None):
                         change = await told.get()
                 except TimeoutError:
-                    due = list(self._unresolved.values())
+                    due = [change for change, _ in self._left_out.values()]
                 else:
                     if change is None:
                         await following  # Raises what has ended it.
@@ -83,18 +82,28 @@ class Addressed:
             told.put_nowait(None)
 
     async def _addressed(self, change: WorkerChange) -> WorkerChange | None:
-        name, place = change.worker, None if change.url is None else endpoint_of(change.url)
-        stays = change.kind in (ChangeKind.ADDED, ChangeKind.CHANGED)
-        if stays and change.url is not None and place is not None and isinstance(place.host, str):
-            try:
-                address = await self._resolve(place.host)
-            except OSError as exc:
-                if name not in self._unresolved:
-                    _log.error("worker %s is left out: %s has no address: %s", name, place.host, exc.strerror or exc)
-                self._unresolved[name] = change
+        name = change.worker
+        if change.url is not None and change.kind in (ChangeKind.ADDED, ChangeKind.CHANGED):
+            url, place = urlsplit(change.url), endpoint_of(change.url)
+            if url.path.strip("/"):
+                self._leave_out(change, f"the path of {change.url} cannot be told to a proxy")
                 return None
-            host = f"[{address}]" if ":" in address else address
-            url = urlunsplit(urlsplit(change.url)._replace(netloc=f"{host}:{place.port}"))
-            change = msgspec.structs.replace(change, url=url, server_name=change.server_name or place.host)
-        self._unresolved.pop(name, None)
+            if place is not None and isinstance(place.host, str):
+                try:
+                    address = await self._resolve(place.host)
+                except OSError as exc:
+                    self._leave_out(change, f"{place.host} has no address ({exc.strerror or exc})")
+                    return None
+                host = f"[{address}]" if ":" in address else address
+                change = msgspec.structs.replace(
+                    change,
+                    url=urlunsplit(url._replace(netloc=f"{host}:{place.port}")),
+                    server_name=change.server_name or place.host,
+                )
+        self._left_out.pop(name, None)
         return change
+
+    def _leave_out(self, change: WorkerChange, why: str) -> None:
+        if change.worker not in self._left_out:
+            _log.error("worker %s is left out: %s", change.worker, why)
+        self._left_out[change.worker] = change, why

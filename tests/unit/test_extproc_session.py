@@ -566,3 +566,24 @@ def test_what_is_not_text_is_not_renamed(header: tuple[str, str]) -> None:
     talk.feed(response_head(*([JSON] if header[0] != "content-type" else []), header))
     talk.feed(response_body(b'"model":"a"', ends=True))
     assert talk.returned == b'"model":"a"'
+
+
+def test_headers_of_a_response_can_be_hidden_and_name_who_served() -> None:
+    talk = Talk()
+    talk.feed(request_head(ends=True))
+    pick = Pick(endpoints=(POD,), watch=talk.watch, hide_headers=("x-warmroute-outcome",), served_header="x-served")
+    talk.session.decide(pick)
+    message = response_head()
+    message.metadata_context.filter_metadata["envoy.lb"].fields[f"{DESTINATION}-served"].string_value = POD
+    (answer,) = talk.feed(message)
+    common = answer.response_headers.response
+    assert list(common.header_mutation.remove_headers) == ["x-warmroute-outcome"]
+    assert headers_set(common) == {"x-served": POD}
+
+
+def test_who_served_is_named_only_where_the_proxy_tells() -> None:
+    talk = Talk()
+    talk.feed(request_head(ends=True))
+    talk.session.decide(Pick(endpoints=(POD,), watch=talk.watch, served_header="x-served"))
+    (answer,) = talk.feed(response_head())
+    assert headers_set(answer.response_headers.response) == {}
