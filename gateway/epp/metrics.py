@@ -40,6 +40,9 @@ class EppMetrics:
         self.unseen_booked = Gauge(
             "warmroute_epp_unseen_bookings", "Of those, the bookings not yet given back.", registry=registry
         )
+        self.leads = Gauge(
+            "warmroute_epp_leads", "Whether this replica is the one to be asked (leader election).", registry=registry
+        )
         for family, values in (
             (self._outcomes, OUTCOMES),
             (self._local_replies, LOCAL_REPLIES),

@@ -5,23 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
+from gateway.discovery.kubernetes import RewriteRule as Rule
+from gateway.discovery.kubernetes import RewriteTarget as Target
 from gateway.errors import UserError
-
-
-class Target(msgspec.Struct, frozen=True):
-    """`weight` relative to those beside it; one of 0 is never taken."""
-
-    model: str
-    weight: int = 1
-
-
-class Rule(msgspec.Struct, frozen=True):
-    """`models`: whom it is for, exactly; empty: any that no rule names."""
-
-    models: tuple[str, ...]
-    targets: tuple[Target, ...]
 
 
 class Rewrites:
@@ -49,7 +35,7 @@ class Rewrites:
         return bool(self._by_model or self._others)
 
     def target(self, model: str, rng: random.Random) -> str:
-        """By weight; the model itself where nothing is said of it."""
+        """By weight, of which 0 is never taken; the model itself where nothing is said of it."""
         targets = self._by_model.get(model, self._others)
         weights = [max(0, target.weight) for target in targets]
         if not any(weights):

@@ -14,6 +14,7 @@ from gateway.core import Core
 from gateway.debug.faces import AdminPort
 from gateway.debug.health import is_usable
 from gateway.discovery import Discovery
+from gateway.discovery.kubernetes import KubernetesDiscovery, elector_of
 from gateway.epp.addressed import Addressed
 from gateway.epp.metrics import EppMetrics, StreamCounts
 from gateway.epp.objectives import Objectives, read_objectives
@@ -89,31 +90,40 @@ class Epp(Service):
             ),
             self._is_ready,
         )
+        self._elector = elector_of(config.kubernetes, changed=metrics.leads.set)
         core.metrics.registry.register(StreamCounts(self.server.counts))
         core.others_degraded.append(self._degraded)
         self.listeners.append(HttpServer(AdminPort(self.faces.public()).handle, settings.host, settings.metrics_port))
+        self._known: list[Discovery] = []
         self._began_s = time.monotonic()
         self._was_usable = False
 
     async def start(self) -> None:
         await super().start()
         await self.server.start()
+        if self._elector is not None:
+            self._elector.start()
 
     async def drain(self, timeout_s: float) -> int:
         """Health says NOT_SERVING while everything goes on; returns how many streams are left."""
         self.plane.draining = True
+        if self._elector is not None:
+            await self._elector.close()  # Another replica may lead at once.
         left = await self.server.drain(min(_NOTICED_S, timeout_s), timeout_s)
         self.core.recorder.end("the picker is going down")
         return left
 
     async def close(self) -> None:
         self.core.queue.close()  # Who still waits is answered instead of cut.
+        if self._elector is not None:
+            await self._elector.close()
         await self.server.close()
         self.unseen.close()
         await super().close()
 
     def discoveries(self) -> list[Discovery]:
-        return [Addressed(each) for each in known_workers(self.config)]
+        self._known = known_workers(self.config, objectives=self.objectives.replace, rewrites=self.rewrites.replace)
+        return [Addressed(each) for each in self._known]
 
     def _began(self) -> None:
         self.plane.in_flight += 1
@@ -122,15 +132,22 @@ class Epp(Service):
         self.plane.in_flight -= 1
 
     def _is_ready(self) -> bool:
-        """Once a worker was usable; that none is now is told by 503s, which say why."""
+        """Who does not lead is not asked. Of a leader, once it knows the pool and a worker was usable; that none is now
+        is told by 503s, which say why.
+        """
+        if self._elector is not None and not self._elector.leads:
+            return False
         if not self._was_usable:
             core = self.core
             self._was_usable = any(is_usable(core, worker) for worker in core.fleet.workers.values())
-        return self._was_usable or time.monotonic() - self._began_s > _WARM_UP_S
+        synced = all(each.synced for each in self._known if isinstance(each, KubernetesDiscovery))
+        return self._was_usable or (synced and time.monotonic() - self._began_s > _WARM_UP_S)
 
     def _degraded(self) -> Iterator[tuple[str, str]]:
         if (problem := self.unseen.problem) is not None:
             yield "responses_unseen", problem
+        if self._elector is not None and self._elector.problem is not None:
+            yield "leader_unknown", self._elector.problem
 
 
 def _with_sidecar(config: Config) -> Config:
