@@ -8,6 +8,7 @@ from typing import Any
 from gateway.config.keys import Key, env_name, flag_name, leaves
 from gateway.config.neighbour_flags import add_neighbours, take_neighbours
 from gateway.config.neighbours import prefill_urls
+from gateway.config.picker_flags import PICKER_FLAGS
 from gateway.config.read import Text
 
 _DEST = "key:"
@@ -70,6 +71,8 @@ def add_config_flags(parser: argparse.ArgumentParser, aliases: Aliases = GATEWAY
         )
     if aliases is GATEWAY_ALIASES:
         add_neighbours(parser)
+    elif aliases is EPP_ALIASES:
+        add_neighbours(parser, PICKER_FLAGS)
 
 
 def parse_flags(
