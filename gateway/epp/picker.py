@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from itertools import count
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 from multidict import CIMultiDict
@@ -34,6 +34,7 @@ from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import OUTCOME_HEADER
 from gateway.proxy.holders import PREFIX as RESPONSES
+from gateway.proxy.realtime import PATH as REALTIME
 from gateway.proxy.routes import ROUTES, Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.request import BadRequest
@@ -154,6 +155,8 @@ class _Picking:
     async def pick(self) -> Pick:
         ask, picker, route = self._ask, self._picker, self._route
         subset = picker.subset(ask)
+        if ask.method == "GET" and self._record.path.endswith(REALTIME) and not picker._settings.conformance:
+            return await self._realtime(subset)
         if not ask.body or ask.method in _WITHOUT_PROMPT or picker._settings.conformance:
             steps.identified(self._parts, self._headers, b"", salted=False, anonymous=ask.method == "OPTIONS")
             return self._unbooked(await self._without_prompt(subset))
@@ -162,7 +165,7 @@ class _Picking:
         )
         control = read_control(self._headers)
         body, rename = picker.renamed(steps.cleaned(self._parts, body), control, self._headers)
-        facts = await self._facts(body, subset)
+        facts = await self._facts(body)
         if facts is None:
             return self._unbooked(steps.least_busy(self._parts, subset), body, rename)
         priority = picker.priority(control)
@@ -171,6 +174,11 @@ class _Picking:
         if self._parts.queue is not None and route.queued:
             sheddable = priority is not None and priority < 0
             wait_s = await self._parts.queue.enter(facts, self._headers, self._record, sheddable=sheddable)
+        return self._plan(self._within(facts, subset), body, rename, wait_s)
+
+    def _plan(
+        self, facts: RequestFacts, body: bytes, rename: tuple[str, str] | None = None, wait_s: float | None = None
+    ) -> Pick:
         flight = steps.planned(self._parts, self._record, facts)
         try:
             self._note_overhead()
@@ -181,15 +189,14 @@ class _Picking:
 
     # ---- with a prompt -----------------------------------------------------------------------------------------------
 
-    async def _facts(self, body: bytes, subset: frozenset[str] | None) -> RequestFacts | None:
+    async def _facts(self, body: bytes) -> RequestFacts | None:
         """None: it is of no API we know, and goes where there is least to do. Raises ApiError."""
-        # Clients may repeat an id; bookings are kept under one of ours.
-        booking_id, deadline_s = f"{self._record.request_id}/{self._number}", self._picker._settings.decision_deadline_s
+        deadline_s = self._picker._settings.decision_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 if self._route is _UNKNOWN:
-                    return await self._facts_of_unknown(booking_id, body, subset)
-                facts = await steps.read_facts(self._parts, booking_id, self._route.tokens, body, self._headers)
+                    return await self._facts_of_unknown(body)
+                return await steps.read_facts(self._parts, self._booking_id, self._route.tokens, body, self._headers)
         except TimeoutError:
             self._parts.metrics.rejected("decision_timeout")
             raise ApiError(
@@ -199,6 +206,14 @@ class _Picking:
                 code="decision_timeout",
                 retry_after_s=1,
             ) from None
+
+    @property
+    def _booking_id(self) -> str:
+        """Clients may repeat an id; bookings are kept under one of ours."""
+        return f"{self._record.request_id}/{self._number}"
+
+    def _within(self, facts: RequestFacts, subset: frozenset[str] | None) -> RequestFacts:
+        """Only on these workers. Raises ApiError."""
         if subset is None:
             return facts
         both = subset if facts.subset is None else subset & facts.subset
@@ -207,17 +222,28 @@ class _Picking:
             raise errors.no_worker("who holds the response that this one follows is none of the allowed endpoints")
         return msgspec.structs.replace(facts, subset=both)
 
-    async def _facts_of_unknown(
-        self, booking_id: str, body: bytes, subset: frozenset[str] | None
-    ) -> RequestFacts | None:
+    async def _facts_of_unknown(self, body: bytes) -> RequestFacts | None:
         """Of a path that nobody knows; where its body names a model that is served, it goes to who serves it."""
         try:
-            facts = await self._parts.reader.read(booking_id, None, body, self._headers)
+            facts = await self._parts.reader.read(self._booking_id, None, body, self._headers)
         except BadRequest:
             return None
-        if not any(worker.serves(facts.model) for worker in self._parts.planner.fleet.workers.values()):
-            return None
-        return msgspec.structs.replace(facts, subset=subset)
+        workers = self._parts.planner.fleet.workers.values()
+        return facts if any(worker.serves(facts.model) for worker in workers) else None
+
+    async def _realtime(self, subset: frozenset[str] | None) -> Pick:
+        """A WebSocket, to a worker that serves the model of the query, or the only one there is; else to any."""
+        parts, headers = self._parts, self._headers
+        model = next(iter(parse_qs(self._ask.path.partition("?")[2]).get("model", ())), None)
+        try:
+            tenant = parts.tenancy.take_session(headers)
+        except BadRequest as exc:
+            raise steps.bad_request(parts, exc) from None
+        try:
+            facts = await parts.reader.session(self._booking_id, model, headers)
+        except BadRequest:  # It is named later, which only the pod hears.
+            return self._unbooked(steps.least_busy(parts, subset))
+        return self._plan(self._within(_with_control(facts, tenant, None), subset), b"")
 
     def _booked(self, flight: Flight, body: bytes, rename: tuple[str, str] | None, wait_s: float | None) -> Pick:
         shared, plan = self._shared, flight.plan

@@ -25,6 +25,8 @@ from scorer.types import LOCAL, Outcome, OutcomeKind, PdReason
 
 UNSEEN = 0
 """In logs and metrics, the status of a response that the proxy does not show."""
+_SWITCHED = 101
+"""A WebSocket begins."""
 _PAIR_FAILED = frozenset(
     {
         PdReason.PREFILL_FAILED,
@@ -101,6 +103,10 @@ class Watched:
             self._book_over(served)
         elif flight is not None:
             self._take_outcome(flight, headers.get(OUTCOME_HEADER))
+        if status == _SWITCHED and self._flight is not None:
+            self._flight.first_byte(guessed=True)
+            self._flight.lost_sight()  # Either side may be silent for as long as it likes.
+            self._first = True
         if self._flight is not None:
             self._tail = UsageTail(steps.response_head(self._parts, self._kind, self._raw, self._flight))
         self._raw = b""

@@ -302,3 +302,27 @@ async def test_a_refusal_is_as_the_apis_errors_are() -> None:
         assert CIMultiDict(refusal.headers)["retry-after"] == "1"
         assert refusal.details == "epp_no_worker"
         assert pool.value("warmroute_requests_total", worker="none", status="503") == 1
+
+
+async def test_a_hint_at_a_subset_does_not_pass_the_queue() -> None:
+    async with Pool(P(queue=4, running=1), queue=QueueConfig(waiting_per_worker=1, max_wait_s=0.05)) as pool:
+        asked = request(subset=(pool.endpoint(0),))
+        await pool.expect_refusal(asked, 429, dropped="rejected-ttl-expired")
+
+
+async def test_a_websocket_goes_where_its_model_is_and_may_be_silent() -> None:
+    async with Pool(P(), P(queue=5, adapters=("voice",))) as pool:
+        pick = await pool.expect_route(get("/v1/realtime?model=voice"), 1)
+        assert pool.load() == {"p0": 0, "p1": 1}
+        pick.watch.responded(101, CIMultiDict(), None)
+        assert pool.health.state("p1").in_flight == 0
+        assert pool.fleet.workers["p1"].loads[0].streams == 1
+        pick.watch.chunk(b"\x81\x00")
+        pick.watch.ended()
+        assert pool.is_idle()
+        await pool.expect_refusal(get("/v1/realtime?model=nobody"), 404)
+
+
+async def test_a_websocket_is_refused_where_it_cannot_be_salted() -> None:
+    async with Pool(P(), tenancy=TenancyConfig(header="x-tenant", salt="derive")) as pool:
+        await pool.expect_refusal(get("/v1/realtime", headers={"x-tenant": "a"}), 400)
