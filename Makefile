@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 E2E_VENV := .venv-e2e
+PROTO_VENV := .venv-proto
 PACKAGES := gateway indexer scorer bench
 PROTOS := $(wildcard proto/*.proto)
 
@@ -53,16 +54,12 @@ e2e: $(STAMP) ## tests against a real engine in a venv of its own (large: it ins
 bench: $(STAMP) ## micro-benchmarks (ARGS=--json)
 	$(BIN)/python -m bench micro $(ARGS)
 
-proto: $(if $(PROTOS),$(STAMP)) ## regenerate gateway/pb from proto/*.proto
-ifeq ($(PROTOS),)
-	@echo "proto: no proto/*.proto files, nothing to generate"
-else
-	$(BIN)/python -m pip install --quiet 'grpcio-tools>=1.66,<2'
-	mkdir -p gateway/pb && touch gateway/pb/__init__.py
-	$(BIN)/python -m grpc_tools.protoc -I gateway/pb=proto \
-		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:proto/%=gateway/pb/%)
-endif
+proto: ## regenerate gateway/pb from proto/*.proto
+	@test -x $(PROTO_VENV)/bin/python || $(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python -m pip install --quiet 'grpcio-tools==1.71.2'
+	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -I gateway/pb=proto --python_out=. --pyi_out=. \
+		$(PROTOS:proto/%=gateway/pb/%)
 
 clean: ## remove the venvs, caches and build output
-	rm -rf $(VENV) $(E2E_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .e2e
+	rm -rf $(VENV) $(E2E_VENV) $(PROTO_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .e2e
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,6 +22,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("bench.demo.command:main", "a small fleet of fake engines on this machine, routed and compared"),
     "config": Command("gateway.config.command:main", "print, check or document the configuration"),
     "doctor": Command("gateway.doctor.command:main", "check what cache-aware routing needs of vLLM servers"),
+    "epp": Command("gateway.epp.run:main", "pick endpoints for Envoy (ext_proc, Gateway API Inference Extension)"),
     "explain": Command("gateway.debug.explain:main", "ask a running gateway where a request would go, and why"),
     "gateway": Command("gateway.run:main", "serve the OpenAI API in front of vLLM workers"),
     "record": Command("gateway.record.command:main", "write a trace of what a running gateway is asked"),

@@ -12,7 +12,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import aiohttp
@@ -143,6 +143,8 @@ class Core:
         self.discoveries: list[Discovery] = []
         self.ended_discoveries: list[str] = []
         """Why they ended before their time."""
+        self.others_degraded: list[Callable[[], Iterable[tuple[str, str]]]] = []
+        """(one of DEGRADATIONS, detail) of parts that only one face has."""
         self._changes: dict[str, WorkerChange] = {}
         self._out: set[str] = set()
         """Ejected and not back yet."""
@@ -323,7 +325,7 @@ class Core:
             worker,
             models=capabilities.models,
             adapters=[adapter.name for adapter in capabilities.adapters],
-            ranks=sorted(capabilities.event_sources or {}) or [0],
+            ranks=sorted(capabilities.event_sources or {}) or [self._changes[worker].rank],
             max_model_len=capabilities.max_model_len,
         )
         self.health.add(worker, time.monotonic(), _group(self._changes[worker], capabilities))

@@ -51,7 +51,7 @@ class Publishing:
         own rule).
         """
         worker = change.worker
-        for rank in sorted(sources) or [0]:
+        for rank in sorted(sources) or [change.rank]:
             source = sources.get(rank)
             if change.events_endpoint is not None:
                 self.ingest.add(

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -16,9 +16,11 @@ import msgspec
 from gateway.cli import Parser
 from gateway.config import Config, load_config
 from gateway.config.flags import Aliases, add_config_flags, flags_of, parse_flags
+from gateway.config.schema import KubernetesConfig
 from gateway.core import Core
 from gateway.debug.faces import AdminPort, Faces
 from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, StaticDiscovery
+from gateway.discovery.kubernetes import KubernetesDiscovery, RewriteRule, access_of
 from gateway.errors import UserError
 from gateway.http1.listener import Listener
 from gateway.proxy.access import AccessLog
@@ -185,14 +187,34 @@ class Service:
         await self.close()
 
 
-def known_workers(config: Config) -> list[Discovery]:
-    """Those that the configuration names, those of its workers file and those found by DNS. Raises NameClashError."""
+def known_workers(
+    config: Config,
+    *,
+    objectives: Callable[[Mapping[str, int]], None] | None = None,
+    rewrites: Callable[[Sequence[RewriteRule]], None] | None = None,
+) -> list[Discovery]:
+    """Those that the configuration names, those of its workers file, those found by DNS and those of Kubernetes, which
+    has objectives and rewrites too, for who wants them. Raises UserError.
+    """
     found: list[Discovery] = [StaticDiscovery(config.workers)]
     if config.workers_file is not None:
         found.append(FileDiscovery(config.workers_file))
     if config.discovery.dns:
         found.append(DnsDiscovery(config.discovery.dns, interval_s=config.discovery.interval_s))
+    kubernetes = config.kubernetes
+    if _is_followed(kubernetes):
+        access = access_of(kubernetes)
+        found.append(KubernetesDiscovery(kubernetes, access, objectives=objectives, rewrites=rewrites))
     return found
+
+
+def is_any_known(config: Config) -> bool:
+    """Whether the configuration says where workers are."""
+    return bool(config.workers or config.workers_file or config.discovery.dns or _is_followed(config.kubernetes))
+
+
+def _is_followed(kubernetes: KubernetesConfig) -> bool:
+    return kubernetes.pool is not None or kubernetes.selector is not None
 
 
 def with_policy(config: Config, policy: str) -> Config:

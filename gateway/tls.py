@@ -35,13 +35,13 @@ def scheme_of_workers(tls: TlsConfig) -> str:
 
 
 class ServingCertificate:
-    """`context` serves new connections with the files as they are; `refresh` looks whether they changed. Files that do
-    not fit together (half replaced) change nothing.
+    """`context` serves new connections with the `files` (certificate, key) as they are; `refresh` looks whether they
+    changed. Files that do not fit together (half replaced) change nothing.
     """
 
     def __init__(self, cert: str, key: str) -> None:
         """Raises UserError."""
-        self._files = (cert, key)
+        self.files = (cert, key)
         self._refused: _Stamp | None = None
         try:
             self._stamp = self._look()
@@ -57,7 +57,7 @@ class ServingCertificate:
                 return False
             self._refused = stamp
             self._load()  # A context that was given halves of two pairs would serve neither.
-            self.context.load_cert_chain(*self._files)
+            self.context.load_cert_chain(*self.files)
         except OSError as exc:
             _log.warning("the new certificate is not used, the last good one stays: %s", _reason(exc))
             return False
@@ -67,11 +67,11 @@ class ServingCertificate:
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(*self._files)
+        context.load_cert_chain(*self.files)
         return context
 
     def _look(self) -> _Stamp:
-        stats = [os.stat(file) for file in self._files]
+        stats = [os.stat(file) for file in self.files]
         return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 

@@ -363,7 +363,8 @@ class Planner:
             return
         kind = outcome.kind
         if kind is OutcomeKind.FIRST_TOKEN:
-            self._learner.first_token(flight.facts, flight.plan, flight.trace, flight.decode.worker, now_s)
+            if not outcome.guessed:
+                self._learner.first_token(flight.facts, flight.plan, flight.trace, flight.decode.worker, now_s)
             flight.decode.booking.first_token(now_s)
             self._learner.watch(flight.trace, flight.decode.booking.load)
             if flight.pair is not None:
@@ -379,7 +380,7 @@ class Planner:
             if not flight.plan.remote:
                 self.holdings.correct(flight.decode, flight.facts, flight.prompt, outcome.n_tokens)
         elif kind is OutcomeKind.PREFILL_DONE:
-            if flight.prefill is not None:
+            if flight.prefill is not None and not outcome.guessed:
                 self._learner.prefill_done(flight.facts, flight.plan, flight.trace, flight.prefill.worker, now_s)
             self._leave_prefill(flight, now_s, prefilled=True)
         elif kind is OutcomeKind.PAIR_FAILED:

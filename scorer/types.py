@@ -228,7 +228,8 @@ class OutcomeKind(Enum):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """One observation. `worker_failed` tells a worker's fault from a client's; `n_tokens` goes with TOKEN,
     CACHED_TOKENS, and END (the whole answer; 0: not known). `held_up`: a client that did not take its answer has had a
-    part in when its TOKENs came.
+    part in when its TOKENs came. `guessed`: when a PREFILL_DONE or FIRST_TOKEN happened was not seen, so that it is
+    booked and nothing learned from it.
     """
 
     kind: OutcomeKind
@@ -240,6 +241,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None
     worker_failed: bool = False
     held_up: bool = False
+    guessed: bool = False
     reason: str | None = None
 
 
@@ -300,3 +302,5 @@ class WorkerChange(msgspec.Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = {}
     weight: float = 1.0
     """Relative speed of its hardware: predicted compute seconds are divided by it."""
+    rank: int = 0
+    """The data-parallel rank of its engine, where that does not say which ranks it has."""

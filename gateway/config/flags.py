@@ -8,6 +8,7 @@ from typing import Any
 from gateway.config.keys import Key, env_name, flag_name, leaves
 from gateway.config.neighbour_flags import add_neighbours, take_neighbours
 from gateway.config.neighbours import prefill_urls
+from gateway.config.picker_flags import PICKER_FLAGS
 from gateway.config.read import Text
 
 _DEST = "key:"
@@ -38,6 +39,16 @@ SIDECAR_ALIASES: Aliases = {
     ("sidecar", "admin_port"): ("--admin-port",),
     ("sidecar", "data_parallel_size"): ("--data-parallel-size",),
 }
+EPP_ALIASES: Aliases = {
+    ("epp", "host"): ("--host",),
+    ("epp", "port"): ("--port", "--grpc-port"),
+    ("epp", "health_port"): ("--grpc-health-port",),
+    ("epp", "metrics_port"): ("--metrics-port",),
+    ("epp", "admin_host"): ("--admin-host",),
+    ("epp", "admin_port"): ("--admin-port",),
+    ("epp", "fallback_endpoints"): ("--fallback-endpoints",),
+    ("epp", "conformance"): ("--conformance",),
+}
 _ROLES = {"--prefill": "prefill", "--decode": "decode", "--worker-urls": None}
 
 
@@ -60,6 +71,8 @@ def add_config_flags(parser: argparse.ArgumentParser, aliases: Aliases = GATEWAY
         )
     if aliases is GATEWAY_ALIASES:
         add_neighbours(parser)
+    elif aliases is EPP_ALIASES:
+        add_neighbours(parser, PICKER_FLAGS)
 
 
 def parse_flags(

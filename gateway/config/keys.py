@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.config.schema import Config, Worker
+from gateway.config.schema import Config, NonEmpty, Worker
 
 Path = tuple[str | int, ...]
 
@@ -106,7 +106,10 @@ def _expected(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join("null" if arg is types.NoneType else _expected(arg) for arg in get_args(hint))
     if origin is tuple:
-        return "a list of URLs or objects" if get_args(hint)[0] is Worker else "a list of texts"
+        item = get_args(hint)[0]
+        if item is Worker:
+            return "a list of URLs or objects"
+        return "a list of texts" if item in (str, NonEmpty) else f"a list, each {_expected(item)}"
     if origin is dict:
         return "a mapping of texts to texts"
     return _NAMES[hint]

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from gateway.config.keys import Path, dotted, fields_of
 from gateway.config.read import Problem, Reader, Text, Values
-from gateway.config.schema import Config, PdConfig, SidecarConfig, Worker
+from gateway.config.schema import Config, EppConfig, KubernetesConfig, PdConfig, SidecarConfig, Worker
 from gateway.errors import UserError
 from gateway.sidecar.allow import parse_entry
 from scorer.disaggregation import parse_policy
@@ -96,6 +96,7 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
     if config.scorer.session_affinity == "prefer" and config.scorer.policy != "warmroute":
         yield ("scorer", "session_affinity"), f"prefer changes prices, which policy {config.scorer.policy} ignores"
     yield from _sidecar(config.sidecar)
+    yield from _picker(config.epp)
     yield from _disaggregation(config.pd)
     for given, missing in (("cert", "key"), ("key", "cert")):
         if getattr(config.tls, given) is not None and getattr(config.tls, missing) is None:
@@ -106,7 +107,17 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
         url = urlsplit(worker.url)
         if (url.hostname or "").startswith("_") and url.port is not None:
             yield ("discovery", "dns", i, "url"), "names a service by its SRV records, which name the port"
+    yield from _kubernetes(config.kubernetes)
     yield from _repeated_workers(config.workers)
+
+
+def _kubernetes(kubernetes: KubernetesConfig) -> Iterator[tuple[Path, str]]:
+    if kubernetes.pool is not None and kubernetes.selector is not None:
+        yield ("kubernetes", "selector"), "is what kubernetes.pool says; give one of them"
+    if len(set(kubernetes.ports)) < len(kubernetes.ports):
+        yield ("kubernetes", "ports"), "names a port twice"
+    if not kubernetes.ports:
+        yield ("kubernetes", "ports"), "names no port"
 
 
 def _sidecar(sidecar: SidecarConfig) -> Iterator[tuple[Path, str]]:
@@ -123,6 +134,17 @@ def _sidecar(sidecar: SidecarConfig) -> Iterator[tuple[Path, str]]:
     engine_ports = range(engine_port, engine_port + size)
     if engine.hostname in _LOOPBACK and not set(ports).isdisjoint(engine_ports):
         yield ("sidecar", "engine"), "is the sidecar itself (sidecar.port)"
+
+
+def _picker(epp: EppConfig) -> Iterator[tuple[Path, str]]:
+    taken: set[int] = set()
+    for name in ("port", "health_port", "metrics_port"):
+        port = getattr(epp, name)
+        if port and port in taken:
+            yield ("epp", name), f"is another port of the picker too ({port})"
+        taken.add(port)
+    if epp.admin_port and epp.admin_port in taken and _overlap(epp.host, epp.admin_host):
+        yield ("epp", "admin_port"), f"is another port of the picker too ({epp.admin_port})"
 
 
 def _disaggregation(pd: PdConfig) -> Iterator[tuple[Path, str]]:

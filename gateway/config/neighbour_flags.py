@@ -6,11 +6,12 @@ Rows are read in this order, whatever the order on the command line.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from gateway.config import neighbours as do
 from gateway.config.neighbours import Arity, Flag, Kind, Path, Take, Taken
+from gateway.config.picker_flags import PICKER_FLAGS, picker_rows
 from gateway.config.read import Text
 from gateway.errors import UserError
 
@@ -182,9 +183,9 @@ def _rows() -> Iterator[Flag]:
 FLAGS: Final = tuple(_rows())
 
 
-def add_neighbours(parser: argparse.ArgumentParser) -> None:
+def add_neighbours(parser: argparse.ArgumentParser, flags: Sequence[Flag] = FLAGS) -> None:
     """They are taken, but not shown by --help, which would be twice as long."""
-    for flag in FLAGS:
+    for flag in flags:
         options: dict[str, Any] = {} if flag.nargs == "1" else {"nargs": 0 if flag.nargs == "0" else flag.nargs}
         for name in flag.names:
             parser.add_argument(
@@ -198,7 +199,7 @@ def take_neighbours(options: argparse.Namespace, given: dict[Path, Text]) -> lis
     taken = Taken(given)
     if isinstance(named := given.get(("scorer", "policy")), str):
         do.policy(taken, [named])
-    for flag in FLAGS:
+    for flag in (*FLAGS, *PICKER_FLAGS):
         used = {name: vars(options)[_DEST + name] for name in flag.names if _DEST + name in vars(options)}
         if used and flag.kind is Kind.REFUSED and flag.take is None:
             raise UserError(f"{', '.join(used)}: {flag.ours}")
@@ -237,7 +238,7 @@ def page() -> str:
     policies = [f"| `{name}` | `{known}` | {known.note or 'the same'} |" for name, known in do.POLICIES.items()]
     policies += [f"| `{name}` | none | {advice} |" for name, advice in do.NO_POLICIES.items()]
     heads = "| flag | of | | here |\n|---|---|---|---|", "| name | ours | |\n|---|---|---|"
-    return "\n".join([_HEAD, heads[0], *rows, _POLICIES, heads[1], *policies, ""])
+    return "\n".join([_HEAD, heads[0], *rows, _POLICIES, heads[1], *policies, _PICKERS, heads[0], *picker_rows(), ""])
 
 
 _HEAD = """\
@@ -254,6 +255,11 @@ _POLICIES = """
 ## Policies
 
 For `--policy` and `--routing-logic`; `random` and our own names are taken as they are.
+"""
+_PICKERS = """
+## Endpoint pickers
+
+`warmroute epp` takes those of llm-d's picker and of the reference picker of Gateway API Inference Extension.
 """
 
 

@@ -187,13 +187,17 @@ class _Source:
 
     def _list(self, key: Key, given: object, path: Path) -> tuple[object, ...]:
         items = self._items(given, path)
-        if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+        try:
+            values: tuple[object, ...] = msgspec.convert(items, key.type, strict=not self._is_text)
+        except msgspec.ValidationError:
+            values = ()
+        if not isinstance(items, list) or len(values) < len(items):
             self._fail(path, f"expected {key.expected}, got {_shown(given)}")
             return ()
         self._reader.sources[path] = self._where(path)
         for i in range(len(items)):
             self._reader.sources[*path, i] = self._where((*path, i))
-        return tuple(items)
+        return values
 
     def _items(self, given: object, path: Path) -> object:
         """What should be a list; of a text, its parts."""

@@ -27,6 +27,20 @@ Endpoint = Annotated[
         extra={"expected": "a ZeroMQ endpoint (tcp://host:port or ipc://path)"},
     ),
 ]
+EndpointTemplate = Annotated[
+    str,
+    Meta(
+        pattern=rf"^tcp://[^\s/]+:(?:{_PORT}|\{{port\}})$",
+        extra={"expected": "a ZeroMQ endpoint with {ip} for the pod's address (tcp://{ip}:port)"},
+    ),
+]
+KubernetesName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?$",
+        extra={"expected": "the name of an object of Kubernetes"},
+    ),
+]
 Address = Annotated[
     str,
     Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
@@ -147,6 +161,45 @@ class DiscoveryConfig(_Section, frozen=True):
     interval_s: Annotated[float, Meta(ge=1, description="Period of resolving these names anew.")] = 5.0
 
 
+class KubernetesConfig(_Section, frozen=True):
+    """Pods as workers, followed through the Kubernetes API: those of an InferencePool, or those of a selector."""
+
+    pool: Annotated[
+        KubernetesName | None,
+        Meta(description="Name of the InferencePool (v1) whose pods and target ports are the workers; null: none."),
+    ] = None
+    namespace: Annotated[
+        KubernetesName | None,
+        Meta(description="Namespace of pool and pods; null: that of the service account, or of the kubeconfig."),
+    ] = None
+    selector: Annotated[
+        NonEmpty | None,
+        Meta(description="Label selector of the pods, such as app=vllm, where there is no pool; null: none."),
+    ] = None
+    ports: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=65535)], ...],
+        Meta(description="Ports of each selected pod that are a server; of several, each is a data-parallel rank."),
+    ] = (8000,)
+    scheme: Annotated[Literal["http", "https"], Meta(description="What the pods speak.")] = "http"
+    events: Annotated[
+        EndpointTemplate | None,
+        Meta(
+            description="KV-event publisher of a pod, such as tcp://{ip}:5557 ({port}, {pod} and {namespace} are its "
+            "own too); further ranks follow on the ports after it. null asks the engine."
+        ),
+    ] = None
+    replay: Annotated[
+        EndpointTemplate | None, Meta(description="KV-event replay endpoint of a pod, likewise; null asks the engine.")
+    ] = None
+    kubeconfig: Annotated[
+        NonEmpty | None, Meta(description="File to reach the API by from outside; null: the pod's service account.")
+    ] = None
+    leader_election: Annotated[
+        bool,
+        Meta(description="Of several replicas of warmroute epp, let one at a time serve: the holder of a Lease."),
+    ] = False
+
+
 class SidecarConfig(_Section, frozen=True):
     """The face in a decode pod (`warmroute sidecar`). Limits and times are those of the section gateway."""
 
@@ -167,6 +220,70 @@ class SidecarConfig(_Section, frozen=True):
     ] = 1
     prefiller_sampling: Annotated[
         bool, Meta(description="Of several prefill hints try a random one first, not the first.")
+    ] = False
+
+
+class EppConfig(_Section, frozen=True):
+    """The endpoint picker behind Envoy (`warmroute epp`). Limits and times are those of the section gateway."""
+
+    host: Annotated[NonEmpty, Meta(description="Address of ext_proc, of gRPC health and of /metrics.")] = "0.0.0.0"  # noqa: S104
+    port: Annotated[Port, Meta(description="Port of ext_proc, which answers gRPC health too; 0 takes a free one.")] = (
+        9002
+    )
+    health_port: Annotated[Port, Meta(description="Port of gRPC health by itself; 0 takes a free one.")] = 9003
+    metrics_port: Annotated[
+        Port, Meta(description="Port of /metrics, /readyz, /livez and /health; 0 takes a free one.")
+    ] = 9090
+    admin_host: Annotated[
+        NonEmpty, Meta(description="Address of the picker's own /debug; loopback unless you decide otherwise.")
+    ] = "127.0.0.1"
+    admin_port: Annotated[Port, Meta(description="Port of the picker's own /debug; 0 takes a free one.")] = 9091
+    tls: Annotated[
+        Literal["self_signed", "files", "off"],
+        Meta(
+            description="ext_proc in TLS: with a certificate made at the start, which gateways expect and do not "
+            "check, with tls.cert and tls.key, or not at all."
+        ),
+    ] = "self_signed"
+    sidecar: Annotated[
+        Literal["warmroute", "llm-d", "none"],
+        Meta(
+            description="What stands before the engines and carries plans out. llm-d: prefill workers only, no peers; "
+            "none: each prompt is computed where it is decoded."
+        ),
+    ] = "warmroute"
+    responses: Annotated[
+        Literal["seen", "unseen"],
+        Meta(
+            description="unseen: the proxy shows no responses (response_header_mode: SKIP), which is cheaper; nothing "
+            "is learned then, and bookings are given back by estimate."
+        ),
+    ] = "seen"
+    decision_deadline_s: Annotated[
+        Seconds, Meta(description="Longest time to decide, waiting for room apart; 503 beyond it.")
+    ] = 5.0
+    fallback_endpoints: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Next best endpoints named after the choice, for data planes that take a list (Istio); others "
+            "fail on one.",
+        ),
+    ] = 0
+    objectives: Annotated[
+        tuple[NonEmpty, ...],
+        Meta(description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first."),
+    ] = ()
+    rewrites: Annotated[
+        tuple[NonEmpty, ...],
+        Meta(description="Models asked for in place of others: MODEL=TARGET or MODEL=TARGET*WEIGHT."),
+    ] = ()
+    conformance: Annotated[
+        bool,
+        Meta(
+            description="For the conformance suite of GAIE only: the header test-epp-endpoint-selection picks, the "
+            "response names the endpoint that served, and load alone decides otherwise."
+        ),
     ] = False
 
 
@@ -399,6 +516,7 @@ class Config(_Section, frozen=True):
 
     gateway: GatewayConfig = GatewayConfig()
     sidecar: SidecarConfig = SidecarConfig()
+    epp: EppConfig = EppConfig()
     workers: Annotated[
         tuple[Worker, ...], Meta(description="Engine servers known from the start: URLs, or objects with these keys.")
     ] = ()
@@ -406,6 +524,7 @@ class Config(_Section, frozen=True):
         NonEmpty | None, Meta(description="YAML file holding such a list, re-read when it changes; null: none.")
     ] = None
     discovery: DiscoveryConfig = DiscoveryConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     engine_api_key_env: Annotated[
         str,
         Meta(

@@ -47,6 +47,8 @@ DEGRADATIONS = (
     "tokens_slow",
     "learning_not_kept",
     "queue_filling",
+    "responses_unseen",
+    "leader_unknown",
 )
 
 
@@ -109,6 +111,7 @@ def degradations(core: Core) -> list[Degradation]:
         found.append(Degradation(what="learning_not_kept", detail=core.learned.problem))
     found += [Degradation(what="discovery", detail=detail) for detail in _named_twice(core)]
     found += [Degradation(what="queue_filling", model=model, detail=how) for model, how in filling(core.queue)]
+    found += [Degradation(what=what, detail=detail) for others in core.others_degraded for what, detail in others()]
     if not core.fleet.workers:
         return [*found, Degradation(what="no_workers", detail="no worker is configured or discovered")]
     return [*found, *_of_workers(core), *_of_pairs(core), *_of_events(core), *_of_tokens(core)]

@@ -31,13 +31,15 @@ REJECTED = (
     "tenant_queue_full",
     "queue_timeout",
     "predicted_late",
+    "saturated",
     "draining",
     "no_identity",
     "unknown_path",
+    "decision_timeout",
 )
 """Reasons for which a request never reached a worker."""
 RETRIED = ("connect", "disconnected", "timeout", "status_502", "status_503")
-CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained", "too_large")
+CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained", "too_large", "aborted")
 """Why an answer was not relayed to its end."""
 NO_WORKER = "none"
 

@@ -20,6 +20,7 @@ class Source(Enum):
     STATIC = "static"
     FILE = "file"
     DNS = "dns"
+    KUBERNETES = "kubernetes"
     API = "api"
 
 

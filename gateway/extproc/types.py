@@ -15,14 +15,17 @@ from multidict import CIMultiDict
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A whole request, as the proxy is about to send it.
 
-    headers: without pseudo-headers. body: b"" for a request without one. subset: the only endpoints that may be picked,
-    as the proxy says; None where it says nothing.
+    headers: without pseudo-headers, and without those that only we may write (`wire.OWNED`). body: b"" for a request
+    without one. blind: there may be a body, but the proxy is configured not to show it (whole); body is b"" then.
+    subset: the only endpoints that may be picked, as the proxy says (an address without a port means all its ports);
+    never empty; None where it says nothing.
     """
 
     method: str
     path: str
     headers: CIMultiDict[str]
     body: bytes
+    blind: bool = False
     subset: tuple[str, ...] | None = None
 
 
@@ -53,8 +56,9 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     """Where the request goes.
 
     endpoints: the first is the choice, the others are for proxies that retry. set_headers, remove_headers: beside the
-    destination, which the protocol sets itself. body: in place of the client's; None: not a byte changes. rename: a
-    model name of the response and what clients are told instead.
+    destination, which the protocol sets itself; those to be removed in lower case. body: in place of the client's;
+    None: not a byte changes. rename: a model name of the response and what clients are told instead. hide_headers: of
+    the response, not for the client. served_header: that tells the client who has served it; None: none does.
     """
 
     endpoints: tuple[str, ...]
@@ -63,6 +67,8 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     remove_headers: tuple[str, ...] = ()
     body: bytes | None = None
     rename: tuple[str, str] | None = None
+    hide_headers: tuple[str, ...] = ()
+    served_header: str | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from gateway.engine.health import End
 from gateway.handoff.fetch import Fetch
 from gateway.handoff.handoff import Handoff, Offer
 from gateway.handoff.prefill_leg import RefusedByPrefill
-from gateway.proxy import errors
+from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
 from gateway.proxy.attempt import AttemptFailed, BehindSidecar, LeaseOver, LoadFailed, Rejected
 from gateway.proxy.errors import ApiError
@@ -31,7 +31,7 @@ from gateway.proxy.peer import Broken, Disconnected, NoConnection, Upstream, Ups
 from gateway.proxy.relay import Answer
 from gateway.proxy.timed import TimedBody
 from scorer.planner import ModelNotFound, NoWorker
-from scorer.types import Outcome, OutcomeKind, PdReason, Plan, RequestFacts
+from scorer.types import PdReason, RequestFacts
 
 _RETRY_STATUSES = frozenset({502, 503})
 """An engine that is going down or full says so before it computes anything; another one may do it."""
@@ -70,17 +70,7 @@ class Dispatch:
     # ---- placed by its prompt ----------------------------------------------------------------------------------------
 
     def plan(self, facts: RequestFacts) -> None:
-        parts = self._parts
-        now_s = time.monotonic()
-        try:
-            plan = parts.planner.plan(facts, parts.available.names(), now_s, parts.rng)
-        except ModelNotFound as exc:
-            parts.metrics.rejected("model_not_found")
-            raise errors.model_not_found(exc.model) from None
-        except NoWorker as exc:
-            parts.metrics.rejected("no_worker")
-            raise errors.no_worker(str(exc)) from None
-        self._note_plan(self._take_off(facts, plan))
+        self.flight = steps.planned(self._parts, self._record, facts)
 
     async def run(self) -> Answer:
         """The answer of the planned worker, or of a second one if the first gave none."""
@@ -106,7 +96,8 @@ class Dispatch:
         self.drop_answer()
         self._record.retries += 1
         self._parts.metrics.retried(reason)
-        self._note_plan(second)
+        steps.note_plan(self._parts, self._record, second)
+        self._note_choice(second)
         try:
             return await self._serve(second, fresh=True)
         except AttemptFailed as failure:
@@ -126,7 +117,7 @@ class Dispatch:
             finally:
                 self._note_choice(flight)
             if offer is None:
-                self._note_local(flight)
+                steps.note_local(self._parts, flight)
         if offer is None:
             return await self._attempt(flight, self._sending.raw, fresh=fresh)
         try:
@@ -192,7 +183,7 @@ class Dispatch:
             raise ConnectionResetError("the request has ended")
         flight.plan = plan
         self._note_choice(flight)
-        self._note_local(flight)
+        steps.note_local(self._parts, flight)
         return await self._attempt(flight, self._sending.raw, fresh=False)
 
     def _handoff_failed(self, flight: Flight, offer: Offer, why: PdReason, detail: str) -> None:
@@ -202,36 +193,6 @@ class Dispatch:
         metrics.handoff(legs.prefill_worker, legs.decode_worker, why.value)
         metrics.stage(flight.plan.choice, stage="decode", outcome=why.value)
         metrics.retried("decode", why.value)
-
-    def _take_off(self, facts: RequestFacts, plan: Plan) -> Flight:
-        """The flight of a plan just booked. If there can be none, the booking is given back."""
-        parts = self._parts
-        try:
-            flight = self.flight = Flight(parts.planner, parts.health, facts, plan)
-        except BaseException:
-            parts.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.CANCELLED), time.monotonic())
-            raise
-        return flight
-
-    def _note_plan(self, flight: Flight) -> None:
-        plan, facts, record = flight.plan, flight.facts, self._record
-        self._parts.metrics.decided(plan.choice, facts.token_source)
-        self._parts.handoffs.metrics.decided(plan.choice, plan.pd_reason)
-        if not plan.remote:
-            self._note_local(flight)
-        record.worker, record.rank = flight.holder
-        record.model = facts.model
-        record.policy = plan.policy
-        record.tokens = facts.token_source.value
-        record.prompt_tokens = facts.prompt_tokens
-        record.predicted_cached_tokens = plan.chosen.cached_tokens
-        self._note_choice(flight)
-
-    def _note_local(self, flight: Flight) -> None:
-        """What is cached on the decode worker counts only where it computes the prompt."""
-        prompt_tokens, chosen = flight.facts.prompt_tokens, flight.plan.chosen
-        self._parts.hits.predicted(flight.worker, prompt_tokens, chosen.cached_tokens)
-        self._parts.sent(*chosen.decode, prompt_tokens - chosen.cached_tokens)
 
     def _note_choice(self, flight: Flight) -> None:
         record, plan = self._record, flight.plan
@@ -258,7 +219,8 @@ class Dispatch:
                 plan = parts.planner.plan(asked, available, time.monotonic(), parts.rng)
             except (ModelNotFound, NoWorker):
                 continue
-            return self._take_off(asked, plan)
+            flight = self.flight = steps.taken_off(parts, asked, plan)
+            return flight
         return None
 
     def _give_up(self, failure: AttemptFailed, flight: Flight) -> NoReturn:
@@ -311,16 +273,7 @@ class Dispatch:
 
     async def anywhere(self) -> Answer:
         """A request without a prompt (CORS preflight, /version): to the least busy worker, with nothing booked."""
-        fleet = self._parts.planner.fleet
-        names = [
-            name
-            for name in self._parts.available.decoders()
-            if self._parts.upstreams.get(name) is not None and not fleet.workers[name].draining
-        ]
-        if not names:
-            self._parts.metrics.rejected("no_worker")
-            raise errors.no_worker("none is up")
-        return await self.at(min(names, key=lambda name: sum(x.requests for x in fleet.workers[name].loads.values())))
+        return await self.at(steps.least_busy(self._parts))
 
     async def at(self, name: str) -> Answer:
         """The answer of that worker, with nothing booked."""

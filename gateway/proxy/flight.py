@@ -11,8 +11,11 @@ from scorer.planner import Planner
 from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts
 
 _FIRST_TOKEN = Outcome(kind=OutcomeKind.FIRST_TOKEN)
+_GUESSED_FIRST_TOKEN = Outcome(kind=OutcomeKind.FIRST_TOKEN, guessed=True)
 _CANCELLED = Outcome(kind=OutcomeKind.CANCELLED)
 
+_LINE_ENDS_PER_EVENT = 2
+"""About a token each. Counting line ends gives the same number however the bytes are cut."""
 REPORT_TOKENS = 16
 """Streamed tokens are reported to the ledger in lots of at least this many."""
 _REPORT_ALIVE_S = 0.5
@@ -22,8 +25,8 @@ class Flight:
     """A booked attempt. Its outcome is END, ERROR or CANCELLED, whichever is said first; the rest is ignored."""
 
     __slots__ = (
-        "_alive_again_s", "_gap_s", "_health", "_held_up", "_last_s", "_paused", "_planner", "_ticket", "_tokens",
-        "ended", "facts", "plan", "streamed_tokens",
+        "_alive_again_s", "_gap_s", "_health", "_held_up", "_last_s", "_line_ends", "_paused", "_planner", "_ticket",
+        "_tokens", "ended", "facts", "plan", "streamed_tokens",
     )  # fmt: skip
 
     def __init__(self, planner: Planner, health: Health, facts: RequestFacts, plan: Plan) -> None:
@@ -35,6 +38,7 @@ class Flight:
         self.streamed_tokens = 0
         """About as many went by."""
         self._tokens = -1  # The first one ends no gap.
+        self._line_ends = 0
         self._gap_s = 0.0
         self._last_s = math.inf
         self._alive_again_s = 0.0
@@ -56,12 +60,23 @@ class Flight:
         if self._ticket is None:
             self._ticket = self._health.request_started(self.worker, time.monotonic(), self._quiet_s())
 
-    def first_byte(self) -> None:
-        """The first byte of a good answer's body is here."""
+    def prefilled(self, at_s: float | None = None, *, guessed: bool = False) -> None:
+        """The prefill worker has answered, at `at_s` or now; `guessed`: nobody has seen when."""
+        outcome = Outcome(kind=OutcomeKind.PREFILL_DONE, guessed=guessed)
+        self._planner.observe(self.facts.request_id, outcome, time.monotonic() if at_s is None else at_s)
+
+    def first_byte(self, *, guessed: bool = False) -> None:
+        """The first byte of a good answer's body is here. `guessed`: when it came says nothing of how fast it was."""
         now_s = time.monotonic()
         self._heard(now_s)
         self._last_s = now_s
-        self._planner.observe(self.facts.request_id, _FIRST_TOKEN, now_s)
+        self._planner.observe(self.facts.request_id, _GUESSED_FIRST_TOKEN if guessed else _FIRST_TOKEN, now_s)
+
+    def passed(self, piece: bytes) -> None:
+        """A piece of a stream went by."""
+        line_ends = self._line_ends + piece.count(b"\n")
+        self.streamed(line_ends // _LINE_ENDS_PER_EVENT)
+        self._line_ends = line_ends % _LINE_ENDS_PER_EVENT
 
     def streamed(self, n_tokens: int) -> None:
         """About `n_tokens` more went by."""
@@ -117,18 +132,24 @@ class Flight:
         """The client left."""
         self._close(_CANCELLED, End.CANCELLED)
 
+    def lost_sight(self) -> None:
+        """Nothing more will be heard of it: its silence says nothing of the worker, and the booking stays."""
+        if self._ticket is not None:
+            self._health.request_ended(self._ticket, End.CANCELLED, time.monotonic())
+
+    def expected_s(self) -> float:
+        """How long it is predicted to take, to the last token."""
+        cost, worker = self._planner.cost, self._planner.fleet.workers.get(self.worker)
+        step_s = cost.step_s(1, self.facts.prompt_tokens, 1.0 if worker is None else worker.weight)
+        return self.plan.chosen.price.ttft_s + cost.output_tokens(self.facts.max_output_tokens) * step_s
+
     def _heard(self, now_s: float) -> None:
         if self._ticket is not None:
             self._health.byte_received(self._ticket, now_s)
 
     def _quiet_s(self) -> float:
         """How long silence is to be expected: to the first token, or to the last if the answer comes in one piece."""
-        quiet_s = self.plan.chosen.price.ttft_s
-        if not self.facts.streaming:
-            cost, worker = self._planner.cost, self._planner.fleet.workers.get(self.worker)
-            step_s = cost.step_s(1, self.facts.prompt_tokens, 1.0 if worker is None else worker.weight)
-            quiet_s += cost.output_tokens(self.facts.max_output_tokens) * step_s
-        return quiet_s
+        return self.plan.chosen.price.ttft_s if self.facts.streaming else self.expected_s()
 
     def _close(self, outcome: Outcome, end: End) -> None:
         if self.ended:

@@ -19,9 +19,8 @@ import msgspec
 from multidict import CIMultiDict
 
 from gateway.engine.health import End
-from gateway.handoff.bodies import clean
 from gateway.handoff.prefill_leg import RefusedByPrefill
-from gateway.proxy import errors
+from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
@@ -31,11 +30,9 @@ from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.parts import Draining, Parts
 from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
+from gateway.proxy.steps import CLIENT_LEFT
 from gateway.proxy.usage import Usage, UsageTail
-from gateway.request import BadRequest
 from gateway.sidecar.hints import NO_HINTS, Hints
-from gateway.stored import Place, ResponseHead, is_stored
-from indexer import Prompt
 from scorer.types import PdReason, RequestFacts
 
 _log = logging.getLogger(__name__)
@@ -45,8 +42,6 @@ _ID_PREFIX = secrets.token_hex(10)
 _ids = count(1)
 _BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
 _SAFE_IN_OUTCOME = "!#$&'()*+,/:<>?@[]^_`{|}~-."
-CLIENT_LEFT = 499
-"""In logs and metrics, the status of an answer nobody waited for (nginx's)."""
 
 
 Holder = Callable[[], Awaitable[str]]
@@ -150,7 +145,13 @@ class Exchange:
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
-        tenant, body = self._identified(body)
+        tenant, body = steps.identified(
+            self._parts,
+            self.headers,
+            body,
+            salted=self.route.queued,
+            anonymous=self.request.method == "OPTIONS",  # Browsers send preflights without the request's headers.
+        )
         self._server.admit()
         self._admitted = True
         dispatch = self._dispatch = Dispatch(
@@ -162,7 +163,7 @@ class Exchange:
                 target=self.target,
                 kind=self.route.tokens,
                 headers=self.headers,
-                raw=self._cleaned(body),
+                raw=steps.cleaned(self._parts, body),
             ),
         )
         if self._holder is not None and self.request.method != "OPTIONS":
@@ -195,32 +196,8 @@ class Exchange:
 
     async def _facts(self, body: bytes) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
-        request_id = f"{self.record.request_id}/{id(self):x}"
-        try:
-            return await self._parts.reader.read(request_id, self.route.tokens, body, self.headers)
-        except BadRequest as exc:
-            raise self._bad_request(exc) from None
-
-    def _identified(self, body: bytes) -> tuple[str | None, bytes]:
-        """Whose it is, and the body with the cache salt of its tenant."""
-        try:
-            preflight = self.request.method == "OPTIONS"  # Browsers send those without any header of the request's.
-            return self._parts.tenancy.take(self.headers, body, salted=self.route.queued, anonymous=preflight)
-        except BadRequest as exc:
-            raise self._bad_request(exc) from None
-        except ApiError:
-            self._parts.metrics.rejected("no_identity")
-            raise
-
-    def _cleaned(self, body: bytes) -> bytes:
-        try:
-            return clean(body)
-        except BadRequest as exc:
-            raise self._bad_request(exc) from None
-
-    def _bad_request(self, exc: BadRequest) -> ApiError:
-        self._parts.metrics.rejected("bad_request")
-        return ApiError(400, str(exc), code=exc.code, param=exc.param)
+        booking_id = f"{self.record.request_id}/{id(self):x}"
+        return await steps.read_facts(self._parts, booking_id, self.route.tokens, body, self.headers)
 
     def _refused(self, refusal: RefusedByPrefill) -> Reply:
         """The prefill worker has said what is wrong with the request."""
@@ -250,7 +227,8 @@ class Exchange:
             if flight.plan.session is not None:
                 headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
-        tail = UsageTail(self._response_head(flight))
+        raw = b"" if self._dispatch is None else self._dispatch.raw
+        tail = UsageTail(steps.response_head(self._parts, self.route.tokens, raw, flight))
         if good:
             flight.first_byte()
             if answer.is_stream:
@@ -259,7 +237,9 @@ class Exchange:
                 self._parts.metrics.ttft.observe(ttft_s)
         await self._send(answer, headers, flight, tail)
         if good:
-            self._note_usage(flight, tail)
+            usage = self._usage = tail.read()
+            if usage is not None:
+                steps.note_usage(self._parts, record, flight, usage)
             flight.end(None if self._usage is None else self._usage.output_tokens)
         else:
             flight.refused(answer.status)
@@ -288,34 +268,6 @@ class Exchange:
         )
         await answer.relay(self.request, headers, flight, tail, close=self._server.draining, deadline_s=deadline_s)
 
-    def _response_head(self, flight: Flight) -> ResponseHead | None:
-        """Reads the id of a response that the worker keeps."""
-        if self.route.tokens != "responses" or self._dispatch is None or not is_stored(self._dispatch.raw):
-            return None
-        place, stored = Place(*flight.holder), self._parts.stored
-        return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic()))
-
-    def _note_usage(self, flight: Flight, tail: UsageTail) -> None:
-        usage = self._usage = tail.read()
-        if usage is None:
-            return
-        self.record.output_tokens = usage.output_tokens
-        facts, cached = flight.facts, usage.cached_tokens
-        if cached is None or usage.prompt_tokens is None or not 0 <= cached <= usage.prompt_tokens:
-            return
-        self.record.cached_tokens = cached
-        worker, predicted = flight.worker, flight.plan.chosen.cached_tokens
-        if flight.plan.remote:
-            self._parts.hits.handed_over(worker, usage.prompt_tokens, cached)
-            return
-        flight.cached(cached)
-        self._parts.hits.reported(worker, usage.prompt_tokens, predicted, cached)
-        if cached and facts.tokens is not None:
-            known = self._parts.planner.fleet.workers.get(worker)
-            block_size = (known and known.block_size()) or 16
-            prompt = Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
-            self._parts.prefixes.note(prompt, facts.lora, block_size, cached, time.monotonic())
-
     def _own_answer(self, error: ApiError) -> Reply:
         self.record.status, self.record.error = error.status, error.code
         reply = Reply.of(error)
@@ -343,26 +295,13 @@ class Exchange:
         finally:
             if self._admitted:
                 self._server.leave()
-            if parts.queue is not None:
-                parts.queue.ended(self._flight, self._wait_s, record)
-            duration_s = time.monotonic() - self.began_s
-            record.duration_ms = round(duration_s * 1000, 3)
-            parts.metrics.request(record.worker, record.status, duration_s)
-            parts.access.write(record)
-            if parts.recorder.active:
-                try:
-                    self._note_ended()
-                except Exception as exc:
-                    errors.log_unexpected(_log, "unexpected while recording; going on", exc)
+            steps.note_over(parts, record, self.began_s, self._flight, self._wait_s)
+            if parts.recorder.active and self._flight is not None and self._was_answered():
+                steps.note_recorded(parts, self._flight, self.began_s, self._usage)
 
-    def _note_ended(self) -> None:
-        """For the recordings under way: a prompt that was answered, or began to be."""
-        flight, usage = self._flight, self._usage or Usage()
-        if flight is None or not self._relaying or self.record.status >= 400 or self.route.tokens is None:
-            return
-        input_tokens = flight.facts.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        output_tokens = flight.streamed_tokens if usage.output_tokens is None else usage.output_tokens
-        self._parts.recorder.note(flight.facts, self.began_s, input_tokens, output_tokens)
+    def _was_answered(self) -> bool:
+        """Whether a prompt was, or began to be."""
+        return self._relaying and self.record.status < 400 and self.route.tokens is not None
 
 
 def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:

@@ -34,7 +34,7 @@ LEG_HEADER = "x-warmroute-leg"
 """On prefill legs. A face of ours that gets one computes the prompt where it is: none can go round in circles."""
 # Engines and sidecars behind us would obey these: a client could make them connect anywhere, or pick a rank past the
 # planner (llm-d's, Dynamo's and our own hand-off headers). Who may be obeyed is read before (gateway.sidecar.hints).
-_STEERING = frozenset(
+STEERING = frozenset(
     name.lower().encode()
     for name in (
         RANK_HEADER,
@@ -49,7 +49,7 @@ _STEERING = frozenset(
         "x-prefiller-url",
     )
 )
-_REQUEST = _HOP_BY_HOP | _STEERING | {b"host", b"content-length", b"expect"}
+_REQUEST = _HOP_BY_HOP | STEERING | {b"host", b"content-length", b"expect"}
 
 
 _LEG = LEG_HEADER.encode()

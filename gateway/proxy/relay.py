@@ -13,8 +13,6 @@ from gateway.proxy.incoming import Incoming
 from gateway.proxy.peer import UpstreamAnswer, UpstreamError
 from gateway.proxy.usage import UsageTail
 
-_LINE_ENDS_PER_EVENT = 2
-"""About a token each. Counting line ends gives the same number however the bytes are cut."""
 WRITE_STALL_S = 60.0
 """A client that takes nothing for so long is given up (nginx's send_timeout)."""
 _LOOKS_PER_STALL = 8
@@ -79,7 +77,7 @@ class Answer:
         await request.begin(upstream.status, upstream.reason, headers, close=close)
         read = upstream.readany
         count_lines = flight is not None and self.is_stream
-        piece, line_ends = self.first, 0
+        piece = self.first
         while piece:
             if tail is not None:
                 tail.feed(piece)
@@ -88,9 +86,7 @@ class Answer:
                 self.sent_bytes += len(out)
                 await _write(request, out, flight, deadline_s)
             if count_lines and flight is not None:
-                line_ends += piece.count(b"\n")
-                flight.streamed(line_ends // _LINE_ENDS_PER_EVENT)
-                line_ends %= _LINE_ENDS_PER_EVENT
+                flight.passed(piece)
             try:
                 piece = await read()
             except (UpstreamError, OSError) as exc:

@@ -30,7 +30,12 @@ from scorer.types import ChangeKind, WorkerChange
 _log = logging.getLogger(__name__)
 
 _LONGEST_BODY_BYTES = 1 << 20
-_OWNERS = {Source.STATIC: "the configuration", Source.FILE: "the workers file", Source.DNS: "DNS discovery"}
+_OWNERS = {
+    Source.STATIC: "the configuration",
+    Source.FILE: "the workers file",
+    Source.DNS: "DNS discovery",
+    Source.KUBERNETES: "Kubernetes",
+}
 _HINT = "hint"
 
 
@@ -108,7 +113,7 @@ class WorkersPage:
     def _remove(self, name: str, *, force: bool, timeout_s: float | None) -> web.Response:
         core = self._core
         for source in core.roster.claims(name):
-            if source in (Source.FILE, Source.DNS):
+            if source in (Source.FILE, Source.DNS, Source.KUBERNETES):
                 raise _conflict(
                     f"{name} is in {_OWNERS[source]}, which would bring it back: take it out there, or drain it with "
                     f"POST {PATH}/{name}/drain.",

@@ -63,9 +63,12 @@ class Queue:
 
     # ---- for requests ------------------------------------------------------------------------------------------------
 
-    async def enter(self, facts: RequestFacts, headers: Mapping[str, str], record: Record) -> float | None:
+    async def enter(
+        self, facts: RequestFacts, headers: Mapping[str, str], record: Record, *, sheddable: bool = False
+    ) -> float | None:
         """Returns when the request may be planned, which must be done before anything is awaited. How long it was
-        thought to wait, in seconds (None: that could not be told); how long it did is in the record. Raises Shed.
+        thought to wait, in seconds (None: that could not be told); how long it did is in the record. One that is
+        `sheddable` does not wait. Raises Shed.
         """
         settings = self.settings
         # Who has chosen the worker has a queue of its own.
@@ -81,6 +84,8 @@ class Queue:
             return 0.0
         if next(self._usable(facts.model), None) is None:
             return 0.0  # The planner says why.
+        if sheddable:
+            raise self._shed(self._lane(facts.model), shed.SATURATED, now_s)
         return await self._wait(self._lane(facts.model), facts, record, now_s, late=late)
 
     def ended(self, flight: Flight | None, wait_s: float | None, record: Record) -> None:

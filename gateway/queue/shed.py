@@ -14,13 +14,15 @@ QUEUE_FULL = "queue_full"
 TENANT_FULL = "tenant_queue_full"
 TIMEOUT = "queue_timeout"
 LATE = "predicted_late"
+SATURATED = "saturated"
 DRAINING = "draining"
-REASONS = (QUEUE_FULL, TENANT_FULL, TIMEOUT, LATE, DRAINING)
+REASONS = (QUEUE_FULL, TENANT_FULL, TIMEOUT, LATE, SATURATED, DRAINING)
 _TEXTS = {
     QUEUE_FULL: "Too many requests wait for this model.",
     TENANT_FULL: "Too many of your requests wait for this model.",
     TIMEOUT: "No worker had room for this request in time.",
     LATE: "The first token is predicted to come later than the objective.",
+    SATURATED: "No worker has room now, and requests of this objective do not wait.",
     DRAINING: "The gateway is going down; the request was not begun.",
 }
 

@@ -15,7 +15,7 @@ from gateway.core import Core
 from gateway.discovery import Discovery, StaticDiscovery
 from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.realtime import PATH as REALTIME
-from gateway.service import Service, known_workers, run, with_policy
+from gateway.service import Service, is_any_known, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader
 from gateway.sidecar.passing import Passing
 from gateway.sidecar.pod import Pod
@@ -42,7 +42,7 @@ class Sidecar(Service):
         config = msgspec.structs.replace(config, queue=QueueConfig(enabled=False), tenancy=TenancyConfig())
         core = Core(config)
         self.pod = pod = Pod(settings.engine, settings.data_parallel_size, lambda: self.ports)
-        if not (pd.allow or config.workers or config.workers_file or config.discovery.dns):
+        if not (pd.allow or is_any_known(config)):
             _log.warning(
                 "no prefill target is allowed: hints are answered 403 until pd.allow or prefill workers are set"
             )

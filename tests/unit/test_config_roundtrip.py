@@ -53,10 +53,16 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
         tuple
     ),
     "data_parallel_size": st.integers(1, 4),
+    "ports": st.lists(st.integers(1, 65535), min_size=1, max_size=3, unique=True).map(tuple),
+    "pool": st.none(),
+    "selector": st.none() | st.just("app in (vllm, vllm-canary),tier!=test"),
+    "namespace": st.none() | st.just("models"),
     "header": st.none() | st.sampled_from(["x-tenant", "Authorization"]),
     "engine": st.sampled_from(["http://10.0.0.1:8200", "https://[fd00::1]/base"]),
     "lease_s": st.floats(1.0, 100.0, exclude_min=True),
     "interval_s": st.floats(1.0, 100.0),
+    "objectives": st.lists(st.sampled_from(["a=1", "b=-1"]), max_size=2).map(tuple),
+    "rewrites": st.lists(st.sampled_from(["m=a*3", "m=b"]), max_size=2).map(tuple),
     "session_affinity": st.sampled_from(["off", "strict"]),
     "session_header": st.sampled_from(["x-session-id", "X-Chat"]),
 }
@@ -77,6 +83,8 @@ def valid(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(key.type))
     if key.type is bool:
         return st.booleans()
+    if "{ip}" in key.expected:
+        return st.none() | st.sampled_from(["tcp://{ip}:5557", "tcp://{pod}.vllm:{port}", "tcp://*:5557"])
     if "ZeroMQ" in key.expected:
         return ENDPOINT
     if "text" in key.expected:
@@ -102,6 +110,9 @@ def test_any_config_printed_reads_back_equal(config: Config) -> None:
     if config.gateway.port == config.gateway.admin_port or (config.tls.cert is None) != (config.tls.key is None):
         return
     if sidecar.port > 65000 or sidecar.admin_port in range(sidecar.port, sidecar.port + sidecar.data_parallel_size):
+        return
+    epp = config.epp
+    if len({epp.port, epp.health_port, epp.metrics_port, epp.admin_port}) < 4:
         return
     assert read(config_yaml(config)) == config
 

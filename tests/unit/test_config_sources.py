@@ -23,6 +23,8 @@ OTHER = {
     "an http:// or https:// URL without user, query or fragment": "https://10.0.0.1:9",
     "an integer >= 1 and <= 256": "4",
     "the name of an HTTP header or null": "x-tenant",
+    "the name of an object of Kubernetes or null": "elsewhere",
+    "a ZeroMQ endpoint with {ip} for the pod's address (tcp://{ip}:port) or null": "tcp://{ip}:5557",
 }
 # ... and those of which not every value is good.
 OTHER_OF = {
@@ -30,6 +32,7 @@ OTHER_OF = {
     ("pd", "policy"): "isl:2048,0.7",
     ("pd", "allow"): "10.0.0.0/8:*, [fd00::/8]:8000",
     ("pd", "lease_margin_s"): "1",
+    ("kubernetes", "ports"): "8000, 8001",
 }
 # Keys that need another one.
 CONTEXT = {("events", "bind_endpoint"): "tcp://127.0.0.1:5557", ("tls", "cert"): "c.pem", ("tls", "key"): "k.pem"}

@@ -1,0 +1,339 @@
+"""One request: from what the proxy asks to where it goes, or why it does not.
+
+whose it is -> what must not pass, which model -> facts, within the deadline -> the queue -> plan, booked at once -> the
+plan as headers. Between the booking and the `Pick`, which answers for it by its watch, nothing is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from itertools import count
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+from multidict import CIMultiDict
+
+from gateway.config.schema import EppConfig
+from gateway.epp import carrying
+from gateway.epp.control import CHOSEN_BY_TEST, SERVED_FOR_TEST, Control, not_for_workers, read_control
+from gateway.epp.objectives import DEFAULT, Objectives
+from gateway.epp.parts import EppParts
+from gateway.epp.refusals import refusal
+from gateway.epp.rewrites import Rewrites
+from gateway.epp.watching import Watched
+from gateway.extproc.types import Ask, Pick, Refusal
+from gateway.handoff.fields import NotAnObject, split, with_member
+from gateway.proxy import errors, steps
+from gateway.proxy.access import Record
+from gateway.proxy.errors import ApiError
+from gateway.proxy.flight import Flight
+from gateway.proxy.headers import OUTCOME_HEADER
+from gateway.proxy.holders import PREFIX as RESPONSES
+from gateway.proxy.realtime import PATH as REALTIME
+from gateway.proxy.routes import ROUTES, Route
+from gateway.proxy.steps import CLIENT_LEFT
+from gateway.request import BadRequest
+from gateway.stored import Place
+from scorer.types import RequestFacts
+
+_log = logging.getLogger(__name__)
+_LONGEST_REQUEST_ID = 256
+_ID_PREFIX = secrets.token_hex(6)
+_ids = count(1)
+_WITHOUT_PROMPT = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+_UNKNOWN = Route(frozenset(), queued=False)
+_CANCEL = "/cancel"
+
+FindHolder = Callable[[str, Mapping[str, str]], Awaitable[Place]]
+
+
+class PlannedPicker:
+    """A `gateway.extproc.types.Picker`. `find_holder` says where a stored response is."""
+
+    def __init__(
+        self,
+        shared: EppParts,
+        settings: EppConfig,
+        *,
+        objectives: Objectives,
+        rewrites: Rewrites,
+        find_holder: FindHolder,
+    ) -> None:
+        self._shared = shared
+        self._parts = shared.parts
+        self._settings = settings
+        self._objectives = objectives
+        self._rewrites = rewrites
+        self._find_holder = find_holder
+
+    async def pick(self, ask: Ask) -> Pick | Refusal:
+        began_s = time.monotonic()
+        request_id = ask.headers.get("x-request-id", "")
+        number = f"{_ID_PREFIX}{next(_ids):x}"
+        if not request_id or len(request_id) > _LONGEST_REQUEST_ID:
+            request_id = number
+        path = ask.path.partition("?")[0]
+        record = Record(request_id=request_id, method=ask.method, path=path, status=CLIENT_LEFT)
+        try:
+            return await _Picking(self, ask, record, began_s, number).pick()
+        except ApiError as exc:
+            error = exc
+        except asyncio.CancelledError:
+            record.cut = "client_left"
+            self._parts.metrics.cut("client_left")
+            steps.note_over(self._parts, record, began_s, None, None)
+            raise
+        except Exception as exc:
+            errors.log_unexpected(_log, "unexpected; the request is refused", exc)
+            error = ApiError(500, "The endpoint picker failed.", type_=errors.INTERNAL, code="internal")
+        record.status, record.error = error.status, error.code
+        steps.note_over(self._parts, record, began_s, None, None)
+        return refusal(error, request_id)
+
+    # ---- what requests are looked at with ----------------------------------------------------------------------------
+
+    def subset(self, ask: Ask) -> frozenset[str] | None:
+        """The only workers that may be picked, by name. Raises ApiError when none of them is ours."""
+        endpoints = ask.subset
+        if self._settings.conformance and (named := ask.headers.get(CHOSEN_BY_TEST)):
+            endpoints = tuple(part.strip() for part in named.split(","))
+        if endpoints is None:
+            return None
+        names = self._shared.places.among(endpoints)
+        if not names:
+            self._parts.metrics.rejected("no_worker")
+            raise errors.no_worker("none of the endpoints that the proxy allows is one of ours")
+        return names
+
+    def priority(self, control: Control) -> int | None:
+        """Of its objective; None: it names none."""
+        if control.objective is None:
+            return None
+        priority = self._objectives.priority(control.objective)
+        self._shared.metrics.objective(known=priority is not None)
+        return DEFAULT if priority is None else priority
+
+    def renamed(self, body: bytes, control: Control, headers: CIMultiDict[str]) -> tuple[bytes, tuple[str, str] | None]:
+        """The body that asks for the model that is to serve it, and (that model, what the client calls it)."""
+        if control.model is None and not self._rewrites:
+            return body, None
+        if headers.get("content-encoding", "identity") != "identity":
+            return body, None
+        try:
+            asked = msgspec.json.decode(split(body).get("model", msgspec.Raw(b"null")))
+        except (NotAnObject, msgspec.MsgspecError, UnicodeError):
+            return body, None
+        if not isinstance(asked, str) or (not asked and control.model is None):
+            return body, None
+        target = control.model or self._rewrites.target(asked, self._parts.rng)
+        if target == asked:
+            return body, None
+        return with_member(body, "model", msgspec.json.encode(target)), (target, asked)
+
+
+class _Picking:
+    """The state of one request until it is picked."""
+
+    __slots__ = ("_ask", "_began_s", "_headers", "_number", "_parts", "_picker", "_record", "_route", "_shared")
+
+    def __init__(self, picker: PlannedPicker, ask: Ask, record: Record, began_s: float, number: str) -> None:
+        self._picker = picker
+        self._shared = picker._shared
+        self._parts = picker._parts
+        self._ask = ask
+        self._record = record
+        self._began_s = began_s
+        self._number = number
+        self._headers = ask.headers.copy()
+        self._route = route_of(record.path)
+
+    async def pick(self) -> Pick:
+        ask, picker, route = self._ask, self._picker, self._route
+        subset = picker.subset(ask)
+        if ask.method == "GET" and self._record.path.endswith(REALTIME) and not picker._settings.conformance:
+            return await self._realtime(subset)
+        if not ask.body or ask.method in _WITHOUT_PROMPT or picker._settings.conformance:
+            steps.identified(self._parts, self._headers, b"", salted=False, anonymous=ask.method == "OPTIONS")
+            return self._unbooked(await self._without_prompt(subset))
+        tenant, body = steps.identified(
+            self._parts, self._headers, ask.body, salted=route.queued, anonymous=ask.method == "OPTIONS"
+        )
+        control = read_control(self._headers)
+        body, rename = picker.renamed(steps.cleaned(self._parts, body), control, self._headers)
+        facts = await self._facts(body)
+        if facts is None:
+            return self._unbooked(steps.least_busy(self._parts, subset), body, rename)
+        priority = picker.priority(control)
+        facts = _with_control(facts, tenant or control.fairness_id, priority)
+        wait_s: float | None = None
+        if self._parts.queue is not None and route.queued:
+            sheddable = priority is not None and priority < 0
+            wait_s = await self._parts.queue.enter(facts, self._headers, self._record, sheddable=sheddable)
+        return self._plan(self._within(facts, subset), body, rename, wait_s)
+
+    def _plan(
+        self, facts: RequestFacts, body: bytes, rename: tuple[str, str] | None = None, wait_s: float | None = None
+    ) -> Pick:
+        flight = steps.planned(self._parts, self._record, facts)
+        try:
+            self._note_overhead()
+            return self._booked(flight, body, rename, wait_s)
+        except BaseException:
+            flight.cancel()
+            raise
+
+    # ---- with a prompt -----------------------------------------------------------------------------------------------
+
+    async def _facts(self, body: bytes) -> RequestFacts | None:
+        """None: it is of no API we know, and goes where there is least to do. Raises ApiError."""
+        deadline_s = self._picker._settings.decision_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                if self._route is _UNKNOWN:
+                    return await self._facts_of_unknown(body)
+                return await steps.read_facts(self._parts, self._booking_id, self._route.tokens, body, self._headers)
+        except TimeoutError:
+            self._parts.metrics.rejected("decision_timeout")
+            raise ApiError(
+                503,
+                f"No endpoint was picked within {deadline_s:g} s.",
+                type_=errors.UNAVAILABLE,
+                code="decision_timeout",
+                retry_after_s=1,
+            ) from None
+
+    @property
+    def _booking_id(self) -> str:
+        """Clients may repeat an id; bookings are kept under one of ours."""
+        return f"{self._record.request_id}/{self._number}"
+
+    def _within(self, facts: RequestFacts, subset: frozenset[str] | None) -> RequestFacts:
+        """Only on these workers. Raises ApiError."""
+        if subset is None:
+            return facts
+        both = subset if facts.subset is None else subset & facts.subset
+        if not both:
+            self._parts.metrics.rejected("no_worker")
+            raise errors.no_worker("who holds the response that this one follows is none of the allowed endpoints")
+        return msgspec.structs.replace(facts, subset=both)
+
+    async def _facts_of_unknown(self, body: bytes) -> RequestFacts | None:
+        """Of a path that nobody knows; where its body names a model that is served, it goes to who serves it."""
+        try:
+            facts = await self._parts.reader.read(self._booking_id, None, body, self._headers)
+        except BadRequest:
+            return None
+        workers = self._parts.planner.fleet.workers.values()
+        return facts if any(worker.serves(facts.model) for worker in workers) else None
+
+    async def _realtime(self, subset: frozenset[str] | None) -> Pick:
+        """A WebSocket, to a worker that serves the model of the query, or the only one there is; else to any."""
+        parts, headers = self._parts, self._headers
+        model = next(iter(parse_qs(self._ask.path.partition("?")[2]).get("model", ())), None)
+        try:
+            tenant = parts.tenancy.take_session(headers)
+        except BadRequest as exc:
+            raise steps.bad_request(parts, exc) from None
+        try:
+            facts = await parts.reader.session(self._booking_id, model, headers)
+        except BadRequest:  # It is named later, which only the pod hears.
+            return self._unbooked(steps.least_busy(parts, subset))
+        return self._plan(self._within(_with_control(facts, tenant, None), subset), b"")
+
+    def _booked(self, flight: Flight, body: bytes, rename: tuple[str, str] | None, wait_s: float | None) -> Pick:
+        shared, plan = self._shared, flight.plan
+        endpoint = self._endpoint(flight.worker)
+        worker = self._parts.planner.fleet.workers[flight.worker]
+        if plan.chosen.prefill is not None:
+            self._record.prefill = plan.chosen.prefill[0]
+        headers = carrying.plan_headers(plan, flight.facts, worker, shared.places, self._number)
+        others = carrying.fallbacks(plan, shared.places, self._picker._settings.fallback_endpoints)
+        pick = self._pick((endpoint, *others), headers, body, rename)
+        watch = Watched(
+            shared,
+            self._record,
+            began_s=self._began_s,
+            endpoint=endpoint,
+            flight=flight,
+            plan_id=self._number,
+            kind=self._route.tokens,
+            raw=body,
+            wait_s=wait_s,
+        )
+        return pick(watch=watch)
+
+    # ---- without -----------------------------------------------------------------------------------------------------
+
+    async def _without_prompt(self, subset: frozenset[str] | None) -> str:
+        """The worker that holds the response asked for, else the one with least to do."""
+        path = self._record.path
+        if path.startswith(RESPONSES):
+            name = unquote(path.removeprefix(RESPONSES).removesuffix(_CANCEL), errors="surrogateescape")
+            if name and "/" not in name and self._ask.method != "OPTIONS":
+                holder = (await self._picker._find_holder(name, self._headers)).worker
+                if subset is None or holder in subset:
+                    return holder
+        return steps.least_busy(self._parts, subset)
+
+    def _unbooked(self, worker: str, body: bytes | None = None, rename: tuple[str, str] | None = None) -> Pick:
+        self._record.worker = worker
+        endpoint = self._endpoint(worker)
+        pick = self._pick((endpoint,), {}, self._ask.body if body is None else body, rename)
+        return pick(watch=Watched(self._shared, self._record, began_s=self._began_s, endpoint=endpoint))
+
+    # ---- both --------------------------------------------------------------------------------------------------------
+
+    def _endpoint(self, worker: str) -> str:
+        endpoint = self._shared.places.endpoint(worker)
+        if endpoint is None:
+            raise errors.no_worker(f"{worker} has no address")
+        return endpoint
+
+    def _pick(
+        self, endpoints: tuple[str, ...], headers: dict[str, str], body: bytes, rename: tuple[str, str] | None
+    ) -> Callable[..., Pick]:
+        """The pick but for its watch, which exists only when nothing can go wrong any more."""
+        asked = self._ask.headers
+        if "x-request-id" not in asked:
+            headers["x-request-id"] = self._record.request_id
+        removed = [name for name in not_for_workers(asked) if name not in headers]
+        removed += [name.lower() for name in asked if name not in self._headers]  # Who it is stays here.
+        return partial(
+            Pick,
+            endpoints=endpoints,
+            set_headers=headers,
+            remove_headers=tuple(dict.fromkeys(removed)),
+            body=None if body == self._ask.body else body,
+            rename=rename,
+            hide_headers=() if self._parts.response_headers else (OUTCOME_HEADER,),
+            served_header=SERVED_FOR_TEST if self._picker._settings.conformance else None,
+        )
+
+    def _note_overhead(self) -> None:
+        record = self._record
+        overhead_s = time.monotonic() - self._began_s - (record.queued_ms or 0.0) / 1000
+        self._parts.metrics.overhead.observe(overhead_s)
+        record.overhead_ms = round(overhead_s * 1000, 3)
+
+
+def route_of(path: str) -> Route:
+    """How a path is read: the route it is, else the longest it ends with (a gateway may mount the API below a prefix),
+    else by load.
+    """
+    route = ROUTES.get(path)
+    if route is not None:
+        return route
+    ends = [known for known in ROUTES if path.endswith(known)]
+    return ROUTES[max(ends, key=len)] if ends else _UNKNOWN
+
+
+def _with_control(facts: RequestFacts, tenant: str | None, priority: int | None) -> RequestFacts:
+    """Objectives say the larger the sooner, engines and our queue the lower."""
+    if tenant is None and priority is None:
+        return facts
+    return msgspec.structs.replace(facts, tenant=tenant, priority=facts.priority if priority is None else -priority)

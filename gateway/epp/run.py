@@ -1,0 +1,186 @@
+"""`warmroute epp`: the endpoint picker behind Envoy, for Gateway API Inference Extension and llm-d."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+import msgspec
+
+from gateway.config import Config
+from gateway.config.flags import EPP_ALIASES
+from gateway.core import Core
+from gateway.debug.faces import AdminPort
+from gateway.debug.health import is_usable
+from gateway.discovery import Discovery
+from gateway.discovery.kubernetes import KubernetesDiscovery, elector_of
+from gateway.epp.addressed import Addressed
+from gateway.epp.metrics import EppMetrics, StreamCounts
+from gateway.epp.objectives import Objectives, read_objectives
+from gateway.epp.parts import EppParts
+from gateway.epp.picker import PlannedPicker
+from gateway.epp.places import Places
+from gateway.epp.rewrites import Rewrites, read_rewrites
+from gateway.epp.unseen import Unseen
+from gateway.errors import UserError
+from gateway.extproc import tls
+from gateway.extproc.server import PickerServer, PickerSettings
+from gateway.proxy.server import HttpServer
+from gateway.service import Service, known_workers, run, with_policy
+from gateway.sidecar.hints import no_hints
+from gateway.tls import ServingCertificate
+
+_POLICY = "cost"
+_NO_SIDECAR = "local"
+_NOTICED_S = 5.0
+"""So long after NOT_SERVING is said, proxies may still send requests."""
+_WARM_UP_S = 10.0
+"""A pool may have no pods at all; so long it is waited for the first."""
+
+
+class Epp(Service):
+    """ext_proc and gRPC health, /metrics beside them, and /debug on the admin port. Bodies go past, but nothing is
+    sent to workers but what the gateway asks of engines itself.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Raises UserError."""
+        settings = config.epp
+        config = _with_sidecar(config)
+        if settings.tls != "files":  # tls.cert may be there for another face.
+            config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))
+        core = Core(config)
+        super().__init__(
+            core,
+            no_hints,
+            admin_host=settings.admin_host,
+            admin_port=settings.admin_port,
+            controlled=lambda: sorted(core.fleet.workers),
+        )
+        self.objectives = Objectives(read_objectives(settings.objectives))
+        self.rewrites = Rewrites(read_rewrites(settings.rewrites))
+        metrics = EppMetrics(core.metrics.registry)
+        self.unseen = Unseen(core.fleet.workers, metrics, config.gateway.request_timeout_s)
+        self.picker = PlannedPicker(
+            EppParts(
+                parts=self.plane.parts,
+                places=Places(core.fleet.workers),
+                metrics=metrics,
+                unseen=self.unseen,
+                began=self._began,
+                over=self._over,
+            ),
+            settings,
+            objectives=self.objectives,
+            rewrites=self.rewrites,
+            find_holder=core.holders.find,
+        )
+        self.server = PickerServer(
+            self.picker,
+            PickerSettings(
+                host=settings.host,
+                port=settings.port,
+                health_port=settings.health_port,
+                credentials=_credentials(settings.tls, self.certificate),
+                max_body_bytes=config.gateway.max_body_bytes,
+                # The picker has a deadline of its own, and waiting for room is none of it.
+                decision_timeout_s=settings.decision_deadline_s + config.queue.max_wait_s + 1,
+                sees_responses=settings.responses == "seen",
+            ),
+            self._is_ready,
+        )
+        self._elector = elector_of(config.kubernetes, changed=metrics.leads.set)
+        core.metrics.registry.register(StreamCounts(self.server.counts))
+        core.others_degraded.append(self._degraded)
+        self.listeners.append(HttpServer(AdminPort(self.faces.public()).handle, settings.host, settings.metrics_port))
+        self._known: list[Discovery] = []
+        self._began_s = time.monotonic()
+        self._was_usable = False
+
+    async def start(self) -> None:
+        await super().start()
+        await self.server.start()
+        if self._elector is not None:
+            self._elector.start()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Health says NOT_SERVING while everything goes on; returns how many streams are left."""
+        self.plane.draining = True
+        if self._elector is not None:
+            await self._elector.close()  # Another replica may lead at once.
+        left = await self.server.drain(min(_NOTICED_S, timeout_s), timeout_s)
+        self.core.recorder.end("the picker is going down")
+        return left
+
+    async def close(self) -> None:
+        self.core.queue.close()  # Who still waits is answered instead of cut.
+        if self._elector is not None:
+            await self._elector.close()
+        await self.server.close()
+        self.unseen.close()
+        await super().close()
+
+    def discoveries(self) -> list[Discovery]:
+        self._known = known_workers(self.config, objectives=self.objectives.replace, rewrites=self.rewrites.replace)
+        return [Addressed(each) for each in self._known]
+
+    def _began(self) -> None:
+        self.plane.in_flight += 1
+
+    def _over(self) -> None:
+        self.plane.in_flight -= 1
+
+    def _is_ready(self) -> bool:
+        """Who does not lead is not asked. Of a leader, once it knows the pool and a worker was usable; that none is now
+        is told by 503s, which say why.
+        """
+        if self._elector is not None and not self._elector.leads:
+            return False
+        if not self._was_usable:
+            core = self.core
+            self._was_usable = any(is_usable(core, worker) for worker in core.fleet.workers.values())
+        synced = all(each.synced for each in self._known if isinstance(each, KubernetesDiscovery))
+        return self._was_usable or (synced and time.monotonic() - self._began_s > _WARM_UP_S)
+
+    def _degraded(self) -> Iterator[tuple[str, str]]:
+        if (problem := self.unseen.problem) is not None:
+            yield "responses_unseen", problem
+        if self._elector is not None and self._elector.problem is not None:
+            yield "leader_unknown", self._elector.problem
+
+
+def _with_sidecar(config: Config) -> Config:
+    """The configuration with what the sidecar can carry out."""
+    match config.epp.sidecar:
+        case "none":
+            if config.pd.policy not in (None, _NO_SIDECAR):
+                raise UserError(f"epp.sidecar: none leaves nobody who could carry out pd.policy {config.pd.policy}")
+            peers, policy = False, _NO_SIDECAR
+        case "llm-d":
+            peers, policy = False, config.pd.policy or _POLICY
+        case _:
+            peers, policy = config.pd.peers, config.pd.policy or _POLICY
+    config = with_policy(config, policy)
+    return msgspec.structs.replace(config, pd=msgspec.structs.replace(config.pd, peers=peers))
+
+
+def _credentials(kind: str, certificate: ServingCertificate | None) -> grpc.ServerCredentials | None:
+    if kind == "off":
+        return None
+    if kind == "self_signed":
+        return tls.self_signed()
+    if certificate is None:
+        raise UserError("epp.tls: files needs tls.cert and tls.key")
+    return tls.given(certificate)
+
+
+def main(args: Sequence[str]) -> int:
+    return run(
+        Epp,
+        args,
+        prog="warmroute epp",
+        description="Pick endpoints for Envoy (ext_proc, Gateway API Inference Extension); each request goes where it "
+        "costs least.",
+        aliases=EPP_ALIASES,
+    )

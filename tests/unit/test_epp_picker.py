@@ -1,0 +1,328 @@
+"""The picker, one request at a time: what goes on, what stays, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from multidict import CIMultiDict
+
+from gateway.config.schema import EppConfig, PdConfig, QueueConfig, TenancyConfig
+from gateway.request import RequestReader
+from gateway.sidecar.hints import read_plan
+from gateway.stored import Place
+from scorer.answers import Answer
+from scorer.ledger import Booking
+from tests.support.epp_world import BASE, P, Pool, answer, decode, get, prefill, request
+from tests.support.fleets import prompt
+
+LONG = prompt(4000)
+
+
+async def test_control_headers_end_here_and_the_identity_stays() -> None:
+    headers = {
+        "x-llm-d-inference-objective": "a",
+        "x-gateway-inference-fairness-id": "b",
+        "x-llm-d-model-name-rewrite": BASE,
+        "x-tenant": "acme",
+        "traceparent": "00-1-2-3",
+    }
+    async with Pool(P(), tenancy=TenancyConfig(header="x-tenant")) as pool:
+        pick = await pool.picked(request(headers=headers))
+        assert set(pick.remove_headers) == set(headers) - {"traceparent"}
+        assert "x-request-id" not in pick.set_headers
+        pick.watch.aborted()
+
+
+async def test_a_request_without_an_id_gets_one() -> None:
+    async with Pool(P()) as pool:
+        pick = await pool.picked(request(headers={"x-request-id": ""}))
+        pick.watch.aborted()
+        pick = await pool.picked(get("/version", headers={"x-request-id": "mine"}))
+        assert pick.set_headers == {}
+        pick.watch.ended()
+
+
+async def test_our_plan_goes_beside_llm_ds_headers() -> None:
+    async with Pool(prefill(), decode(queue=2), pd=PdConfig(policy="always-remote")) as pool:
+        pick = await pool.expect_route(request(LONG), 1)
+        assert pick.set_headers["x-prefiller-host-port"] == "192.168.1.1:8000"
+        assert "x-kv-cache-source-host-port" not in pick.set_headers
+        plan = pick.set_headers["x-warmroute-plan"]
+        assert (read_plan(plan) or ("", ""))[0] == "remote"
+        assert plan.endswith(";n=4000;hd=0;hp=0")
+        assert pool.load() == {"p0": 1, "p1": 1}
+        pick.watch.aborted()
+        assert pool.is_idle()
+
+
+async def test_a_local_plan_says_so() -> None:
+    async with Pool(prefill(), decode()) as pool:
+        pool.hold("p1", LONG)
+        pick = await pool.expect_route(request(LONG), 1)
+        plan = pick.set_headers["x-warmroute-plan"]
+        assert (read_plan(plan) or ("", ""))[0] == "local"
+        assert ";hd=3984;" in plan
+        assert "x-prefiller-host-port" not in pick.set_headers
+        pick.watch.aborted()
+
+
+async def test_a_peer_is_named_as_the_source() -> None:
+    text = prompt(40_000)
+    async with Pool(*[P(nixl=True, kv_blocks=40_000)] * 2, pd=PdConfig(policy="cost")) as pool:
+        pool.hold("p0", text)
+        load = pool.fleet.workers["p0"].loads[0]
+        for _ in range(10):
+            Booking(load, 0.0, 40_000, time.monotonic(), answer=Answer(256)).first_token(time.monotonic())
+        pick = await pool.expect_route(request(text), 1)
+        assert pick.set_headers["x-kv-cache-source-host-port"] == "192.168.1.1:8000"
+        assert "x-prefiller-host-port" not in pick.set_headers
+        assert ";choice=remote;" in pick.set_headers["x-warmroute-plan"]
+        pick.watch.aborted()
+        assert pool.planner.in_flight() == 0
+
+
+async def test_a_rank_is_named_where_there_are_several() -> None:
+    async with Pool(P(ranks=2), P()) as pool:
+        pool.hold("p0", LONG, rank=1)
+        pick = await pool.expect_route(request(LONG), 0)
+        assert pick.set_headers["x-data-parallel-rank"] == "1"
+        pick.watch.aborted()
+        pool.hold("p1", prompt(4000, 7))
+        pick = await pool.expect_route(request(prompt(4000, 7)), 1)
+        assert "x-data-parallel-rank" not in pick.set_headers
+        pick.watch.aborted()
+
+
+async def test_the_cache_decides() -> None:
+    async with Pool(P(), P(), P()) as pool:
+        pool.hold("p2", LONG)
+        for _ in range(5):
+            pick = await pool.expect_route(request(LONG), 2)
+            pick.watch.aborted()
+
+
+async def test_a_burst_does_not_see_the_same_idle_pod() -> None:
+    async with Pool(P(), P(), P(), P()) as pool:
+        picks = await asyncio.gather(*(pool.picked(request(prompt(2000, i))) for i in range(8)))
+        assert pool.load() == {"p0": 2, "p1": 2, "p2": 2, "p3": 2}
+        for pick in picks:
+            answer(pick, b"{}")
+        assert pool.is_idle()
+
+
+async def test_fallbacks_are_the_plans_next_best() -> None:
+    async with Pool(P(queue=5), P(), P(queue=9), epp=EppConfig(fallback_endpoints=1)) as pool:
+        pick = await pool.picked(request())
+        assert pick.endpoints == ("192.168.1.2:8000", "192.168.1.1:8000")
+        pick.watch.aborted()
+
+
+async def test_a_body_goes_on_byte_by_byte_and_numbers_keep_their_spelling() -> None:
+    raw = b'{ "model":"old","prompt":"x", "temperature": 1.0e0, "seed":12345678901234567890 }'
+    async with Pool(P(), epp=EppConfig(rewrites=("old=foo",))) as pool:
+        pick = await pool.picked(request(raw=raw))
+        assert pick.body == raw.replace(b'"old"', b'"foo"')
+        assert pick.rename == ("foo", "old")
+        pick.watch.aborted()
+
+
+async def test_transfer_params_of_clients_do_not_pass() -> None:
+    async with Pool(P()) as pool:
+        pick = await pool.picked(request(kv_transfer_params={"remote_host": "192.0.2.1"}))
+        assert pick.body is not None
+        assert "kv_transfer_params" not in json.loads(pick.body)
+        pick.watch.aborted()
+
+
+async def test_tenants_are_salted_and_told_apart() -> None:
+    settings = TenancyConfig(header="x-tenant", salt="derive")
+    async with Pool(P(), tenancy=settings) as pool:
+        salts = set()
+        for tenant in ("a", "b"):
+            pick = await pool.picked(request(headers={"x-tenant": tenant}))
+            assert pick.body is not None
+            salts.add(json.loads(pick.body)["cache_salt"])
+            pick.watch.aborted()
+        assert len(salts) == 2
+
+
+async def test_who_must_say_who_it_is_and_does_not() -> None:
+    async with Pool(P(), tenancy=TenancyConfig(header="x-tenant", required=True)) as pool:
+        await pool.expect_refusal(request(), 401)
+        await pool.expect_refusal(get("/v1/models"), 401)
+        assert pool.is_idle()
+
+
+async def test_weights_share_the_requests_of_a_model() -> None:
+    pod = P(adapters=("a", "b", "never"))
+    async with Pool(pod, epp=EppConfig(rewrites=("m=a*3", "m=b", "m=never*0"))) as pool:
+        counts: dict[str, int] = {}
+        for _ in range(200):
+            pick = await pool.picked(request(model="m"))
+            assert pick.rename is not None
+            counts[pick.rename[0]] = counts.get(pick.rename[0], 0) + 1
+            pick.watch.aborted()
+        assert set(counts) == {"a", "b"}
+        assert 120 < counts["a"] < 180
+
+
+async def test_the_header_beats_the_rules() -> None:
+    async with Pool(P(adapters=("a", "b")), epp=EppConfig(rewrites=("m=a",))) as pool:
+        pick = await pool.picked(request(model="m", headers={"x-llm-d-model-name-rewrite": "b"}))
+        assert pick.rename == ("b", "m")
+        pick.watch.aborted()
+
+
+async def test_the_objective_is_the_place_in_the_queue() -> None:
+    settings = EppConfig(objectives=("urgent=5", "batch=-1"))
+    queue = QueueConfig(waiting_per_worker=1)
+    async with Pool(P(queue=4, running=1), epp=settings, queue=queue) as pool:
+        order: list[str] = []
+
+        async def ask(name: str) -> None:
+            pick = await pool.picked(request(headers={"x-gateway-inference-objective": name} if name else {}))
+            order.append(name)
+            answer(pick, b"{}")
+
+        tasks = [asyncio.create_task(ask("")), asyncio.create_task(ask("urgent"))]
+        while pool.queue.n_waiting < 2:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.002)
+        await pool.expect_refusal(
+            request(headers={"x-llm-d-inference-objective": "batch"}), 429, dropped="rejected-saturated"
+        )
+        pool.say("p0", P())
+        await asyncio.gather(*tasks)
+        assert order == ["urgent", ""]
+        assert pool.value("warmroute_requests_rejected_total", reason="saturated") == 1
+        assert pool.value("warmroute_epp_objectives_total", objective="known") == 2
+        assert pool.is_idle()
+
+
+async def test_an_objective_below_zero_is_served_while_there_is_room() -> None:
+    async with Pool(P(), epp=EppConfig(objectives=("batch=-1",))) as pool:
+        pick = await pool.expect_route(request(headers={"x-llm-d-inference-objective": "batch"}), 0)
+        pick.watch.aborted()
+
+
+async def test_who_waits_too_long_is_told_to_come_back() -> None:
+    queue = QueueConfig(waiting_per_worker=1, max_wait_s=0.05)
+    async with Pool(P(queue=4, running=1), queue=queue) as pool:
+        refusal = await pool.expect_refusal(request(), 429, dropped="rejected-ttl-expired")
+        assert int(CIMultiDict(refusal.headers)["retry-after"]) >= 1
+        assert pool.is_idle()
+
+
+async def test_a_client_that_leaves_the_queue_leaves_nothing() -> None:
+    async with Pool(P(queue=4, running=1), queue=QueueConfig(waiting_per_worker=1)) as pool:
+        task = asyncio.create_task(pool.pick(request()))
+        while not pool.queue.n_waiting:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert pool.is_idle()
+        assert pool.value("warmroute_answers_cut_total", reason="client_left") == 1
+
+
+async def test_a_decision_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(RequestReader, "read", hang)
+    async with Pool(P(), epp=EppConfig(decision_deadline_s=0.02)) as pool:
+        refusal = await pool.expect_refusal(request(), 503, dropped="rejected-ttl-expired")
+        assert b"decision_timeout" in refusal.body
+        assert pool.is_idle()
+
+
+async def test_what_goes_wrong_here_is_a_500_and_books_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    async with Pool(P()) as pool:
+        monkeypatch.setattr("gateway.epp.carrying.plan_headers", fail)
+        refusal = await pool.expect_refusal(request(), 500)
+        assert b"boom" not in refusal.body
+        assert pool.is_idle()
+
+
+async def test_a_pod_that_has_not_said_what_it_serves_is_not_picked() -> None:
+    async with Pool(P(asked=False)) as pool:
+        await pool.expect_refusal(request(), 503, dropped="rejected-no-endpoints")
+
+
+async def test_a_stored_response_is_where_it_was_made() -> None:
+    async with Pool(P(), P(queue=3), P()) as pool:
+        pick = await pool.picked(request("hi", path="/v1/responses", input="hi", subset=(pool.endpoint(1),)))
+        answer(pick, b'{"id":"resp_1","object":"response"}')
+        assert pool.stored.find("resp_1", 0.0) == Place("p1", 0)
+        for asked in (get("/v1/responses/resp_1"), request(path="/v1/responses/resp_1/cancel", raw=b"")):
+            pick = await pool.expect_route(asked, 1)
+            pick.watch.ended()
+        pick = await pool.expect_route(request(path="/v1/responses", input="more", previous_response_id="resp_1"), 1)
+        pick.watch.aborted()
+        elsewhere = request(path="/v1/responses", input="x", previous_response_id="resp_1", subset=(pool.endpoint(0),))
+        await pool.expect_refusal(elsewhere, 503, dropped="rejected-no-endpoints")
+        assert pool.is_idle()
+
+
+async def test_conformance_picks_what_the_test_says() -> None:
+    async with Pool(P(asked=False), P(asked=False), epp=EppConfig(conformance=True)) as pool:
+        for named, pods in (
+            ("192.168.1.2", {1}),
+            ("192.168.1.1:8000", {0}),
+            ("192.168.1.1:8000,192.168.1.2:8000", {0, 1}),
+        ):
+            headers = {"test-epp-endpoint-selection": named}
+            picks = [await pool.picked(request(headers=headers, subset=(pool.endpoint(0),))) for _ in range(10)]
+            assert {pick.endpoints for pick in picks} == {(pool.endpoint(pod),) for pod in pods}
+            for pick in picks:
+                pick.watch.ended()
+        await pool.expect_refusal(
+            request(headers={"test-epp-endpoint-selection": "192.168.1.9"}), 503, dropped="rejected-no-endpoints"
+        )
+
+
+async def test_elsewhere_that_header_means_nothing() -> None:
+    async with Pool(P(), P(queue=5)) as pool:
+        pick = await pool.expect_route(request(headers={"test-epp-endpoint-selection": "192.168.1.2"}), 0)
+        assert "test-epp-endpoint-selection" in pick.remove_headers
+        pick.watch.aborted()
+
+
+async def test_a_refusal_is_as_the_apis_errors_are() -> None:
+    async with Pool() as pool:
+        refusal = await pool.refused(request())
+        assert CIMultiDict(refusal.headers)["content-type"] == "application/json"
+        assert refusal.headers["x-request-id"] == "test-request-id"
+        assert CIMultiDict(refusal.headers)["retry-after"] == "1"
+        assert refusal.details == "epp_no_worker"
+        assert pool.value("warmroute_requests_total", worker="none", status="503") == 1
+
+
+async def test_a_hint_at_a_subset_does_not_pass_the_queue() -> None:
+    async with Pool(P(queue=4, running=1), queue=QueueConfig(waiting_per_worker=1, max_wait_s=0.05)) as pool:
+        asked = request(subset=(pool.endpoint(0),))
+        await pool.expect_refusal(asked, 429, dropped="rejected-ttl-expired")
+
+
+async def test_a_websocket_goes_where_its_model_is_and_may_be_silent() -> None:
+    async with Pool(P(), P(queue=5, adapters=("voice",))) as pool:
+        pick = await pool.expect_route(get("/v1/realtime?model=voice"), 1)
+        assert pool.load() == {"p0": 0, "p1": 1}
+        pick.watch.responded(101, CIMultiDict(), None)
+        assert pool.health.state("p1").in_flight == 0
+        assert pool.fleet.workers["p1"].loads[0].streams == 1
+        pick.watch.chunk(b"\x81\x00")
+        pick.watch.ended()
+        assert pool.is_idle()
+        await pool.expect_refusal(get("/v1/realtime?model=nobody"), 404)
+
+
+async def test_a_websocket_is_refused_where_it_cannot_be_salted() -> None:
+    async with Pool(P(), tenancy=TenancyConfig(header="x-tenant", salt="derive")) as pool:
+        await pool.expect_refusal(get("/v1/realtime", headers={"x-tenant": "a"}), 400)
