@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from itertools import count
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -32,7 +33,7 @@ from gateway.proxy.parts import Draining, Parts
 from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
 from gateway.proxy.usage import Usage, UsageTail
-from gateway.request import BadRequest
+from gateway.request import BadRequest, members_of
 from gateway.sidecar.hints import NO_HINTS, Hints
 from gateway.stored import Place, ResponseHead, is_stored
 from indexer import Prompt
@@ -150,9 +151,12 @@ class Exchange:
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
+        began_s = time.monotonic()
         tenant, body = self._identified(body)
         self._server.admit()
         self._admitted = True
+        is_placed = self._holder is None and self.request.method != "OPTIONS" and bool(body)
+        members = members_of(body) if is_placed else None
         dispatch = self._dispatch = Dispatch(
             self._parts,
             self.request,
@@ -162,18 +166,17 @@ class Exchange:
                 target=self.target,
                 kind=self.route.tokens,
                 headers=self.headers,
-                raw=self._cleaned(body),
+                raw=self._cleaned(body, members),
             ),
         )
         if self._holder is not None and self.request.method != "OPTIONS":
             await self._relay(await dispatch.at(await self._holder()), self.began_s)
             return None
-        if self.request.method == "OPTIONS" or not body:
+        if not is_placed:
             await self._relay(await dispatch.anywhere(), self.began_s)
             return None
-        began_s = time.monotonic()
         hints = self._parts.hints(self.request)
-        facts = _with_hints(await self._facts(body), hints)
+        facts = _with_hints(await self._facts(body, members), hints)
         if tenant is not None:
             facts = msgspec.structs.replace(facts, tenant=tenant)
         if facts.keep_local is None and self.request.is_leg:
@@ -193,11 +196,11 @@ class Exchange:
         await self._relay(answer, began_s)
         return None
 
-    async def _facts(self, body: bytes) -> RequestFacts:
+    async def _facts(self, body: bytes, members: dict[str, Any] | None) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
         request_id = f"{self.record.request_id}/{id(self):x}"
         try:
-            return await self._parts.reader.read(request_id, self.route.tokens, body, self.headers)
+            return await self._parts.reader.read(request_id, self.route.tokens, body, self.headers, members)
         except BadRequest as exc:
             raise self._bad_request(exc) from None
 
@@ -212,9 +215,9 @@ class Exchange:
             self._parts.metrics.rejected("no_identity")
             raise
 
-    def _cleaned(self, body: bytes) -> bytes:
+    def _cleaned(self, body: bytes, members: dict[str, Any] | None) -> bytes:
         try:
-            return clean(body)
+            return clean(body, members)
         except BadRequest as exc:
             raise self._bad_request(exc) from None
 
