@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import compress, islice
 from operator import is_not
 
-from indexer.keys import Extra, chain
+from indexer.keys import Extra, chain_again
 
 N_SHARDS = 256
 _LOW = N_SHARDS - 1
@@ -44,7 +44,7 @@ class Chain:
         keys = self.keys
         if len(keys) < stop:
             parent = keys[-1] if keys else self.root
-            keys += chain(parent, self.tokens, self.block_size, len(keys), stop, self.extras)
+            keys += chain_again(parent, self.tokens, self.block_size, len(keys), stop, self.extras)
         return keys
 
 
