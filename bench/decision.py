@@ -72,6 +72,7 @@ def loaded_planner(rng: random.Random, prompt: list[int], slo_tpot_s: float | No
         prefix_hits_tokens=5e5,
         prefill_time_sum_s=10.0,
         prefill_time_count=100,
+        nixl_bytes=0.0,
     )
     for name, role in roles.items():
         fleet.apply(WorkerChange(kind=ChangeKind.ADDED, worker=name, url=f"http://{name}", role=role))

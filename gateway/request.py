@@ -49,6 +49,17 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float | None = None
 
 
+def members_of(body: bytes) -> dict[str, Any] | None:
+    """Of the JSON object in `body`. None: it is none, or not for sure, or too large to be read while others wait."""
+    if len(body) > LARGE_BYTES:
+        return None
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return decoded if isinstance(decoded, dict) else None
+
+
 def decode_body(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`. Raises BadRequest."""
     try:
@@ -92,10 +103,18 @@ class RequestReader:
         self._try_unknown = try_unknown
         self._large_at_once = asyncio.Semaphore(_LARGE_AT_ONCE)
 
-    async def read(self, request_id: str, kind: str | None, body: bytes, headers: Mapping[str, str]) -> RequestFacts:
+    async def read(
+        self,
+        request_id: str,
+        kind: str | None,
+        body: bytes,
+        headers: Mapping[str, str],
+        members: dict[str, Any] | None = None,
+    ) -> RequestFacts:
         """`kind`: how to read the prompt (see `TokenService.tokens_for`); None: the request is placed by load.
 
-        `headers` are looked up by lower-case names. Raises BadRequest.
+        `headers` are looked up by lower-case names; `members` are `members_of(body)`, where they are known. Raises
+        BadRequest.
         """
         content_type = headers.get("content-type", "")
         if content_type.startswith("multipart/"):
@@ -110,7 +129,7 @@ class RequestReader:
             )
         cut_tokens, left_out = 0, False
         if len(body) <= LARGE_BYTES:
-            fields = decode_body(body)
+            fields = decode_body(body) if members is None else members
         else:
             fields, left_out, cut_tokens = await self._large(body, kind)
         facts = await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)

@@ -5,7 +5,7 @@ set of holders as a bit mask, and a prefix is held by whoever is in the mask of 
 split in 256 dicts because one large dict stalls everybody while it grows (0.3 s at 10M entries).
 
 Most engines evict children before parents. While a holder's blocks are *closed* in that way (no block without its
-parent), its mask at one key speaks for all keys above it, and a lookup may leap. To know exactly when that holds,
+parent), its mask at one key speaks for all keys above it, and a lookup may bisect. To know exactly when that holds,
 `links` names the children of a key and each holder's `loose` its blocks whose parent it lacks; holders with loose
 blocks are in `open` and are walked.
 """
@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from itertools import compress, islice
 from operator import is_not
 
-from indexer.keys import Extra, chain
+from indexer.keys import Extra, chain_again
 
 N_SHARDS = 256
 _LOW = N_SHARDS - 1
-LEAP_BLOCKS = 32
 FIRST_STEP_BLOCKS = 64
 LONGEST_STEP_BLOCKS = 512
 NO_PARENT, ROOT_PARENT = -1, -2
@@ -44,7 +43,7 @@ class Chain:
         keys = self.keys
         if len(keys) < stop:
             parent = keys[-1] if keys else self.root
-            keys += chain(parent, self.tokens, self.block_size, len(keys), stop, self.extras)
+            keys += chain_again(parent, self.tokens, self.block_size, len(keys), stop, self.extras)
         return keys
 
 
@@ -218,16 +217,37 @@ class Plane:
             keys = prompt.upto(min(i + step, n))
             stop = len(keys)
             step = min(2 * step, LONGEST_STEP_BLOCKS)
-            leap = self.linked and not current & self.open
-            while i < stop and current:
-                j = min(i + LEAP_BLOCKS, stop) if leap else stop
-                last = keys[j - 1]
-                if not leap or masks[last & _LOW].get(last, 0) & current != current:
-                    current = _narrow(out, i, current, [masks[k & _LOW].get(k, 0) for k in keys[i:j]])
-                i = j
+            if self.linked and not current & self.open:
+                last = keys[stop - 1]
+                held = masks[last & _LOW].get(last, 0) & current
+                if held != current:
+                    self._bisect(out, keys, i - 1, stop - 1, current, held)
+                    current = held
+            elif i or self.holders(keys[0]) & current:
+                current = _narrow(out, i, current, [masks[k & _LOW].get(k, 0) for k in keys[i:stop]])
+            else:
+                current = 0
+            i = stop
         if current and i:
             out.append((i, current))
         return out
+
+    def _bisect(self, out: Depths, keys: list[int], low: int, high: int, at_low: int, at_high: int) -> None:
+        """Appends to `out` who drops out between the blocks `low` (-1: before the first) and `high`, held by `at_low`
+        and, of those, fewer: `at_high`. Their blocks are closed, so that between two blocks with the same holders there
+        is nothing to look for: a block far from where somebody ends is not looked up, and each lookup is a cache miss.
+        """
+        if high - low == 1:
+            if high:
+                out.append((high, at_low ^ at_high))
+            return
+        middle = (low + high) // 2
+        key = keys[middle]
+        at_middle = self.masks[key & _LOW].get(key, 0) & at_low
+        if at_middle != at_low:
+            self._bisect(out, keys, low, middle, at_low, at_middle)
+        if at_middle != at_high:
+            self._bisect(out, keys, middle, high, at_middle, at_high)
 
 
 def joint_depths(planes: list[Plane], prompt: Chain, candidates: int) -> Depths:

@@ -167,9 +167,9 @@ class PrefixIndex:
         with self._lock:
             return sum(state.entries for (name, _), state in self._table.states.items() if name == worker)
 
-    def resident_blocks(self, worker: str, rank: int) -> int:
+    def resident_blocks(self, holder: Holder) -> int:
         """Blocks the rank's events say it holds, of all tiers together."""
-        state = self._table.states.get((worker, rank))
+        state = self._table.states.get(holder)
         return 0 if state is None else state.entries
 
     def _match(self, prompt: Chain, candidates: int, tiered: int, out: dict[Holder, Match]) -> None:

@@ -114,6 +114,9 @@ class Fleet:
         return [
             (worker, (worker.name, rank), load)
             for worker in self.workers.values()
-            if worker.role in wanted and not worker.draining and worker.serves(model)
+            if worker.role in wanted
+            and not worker.draining
+            and worker.models is not None  # `serves` written out, as this is asked of every worker for each request.
+            and (model in worker.models or model in worker.adapters)
             for rank, load in worker.loads.items()
         ]

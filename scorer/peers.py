@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import compress
 from typing import Final
 
 import msgspec
@@ -38,6 +39,23 @@ def hands_over(worker: Worker) -> bool | None:
     its `kv_role`: with a connector it hands over and fetches.
     """
     return None if worker.stats is None else worker.stats.nixl_bytes is not None
+
+
+class _PullsLate:
+    """`Pricer.pulls_late`, which both ways of one decision ask for: worked out when the first does."""
+
+    __slots__ = ("_facts", "_locals", "_pricer", "_shares")
+
+    def __init__(self, pricer: Pricer, facts: RequestFacts, locals_: Sequence[tuple[Candidate, Place]]) -> None:
+        self._pricer = pricer
+        self._facts = facts
+        self._locals = locals_
+        self._shares: list[float] | None = None
+
+    def __call__(self) -> list[float]:
+        if self._shares is None:
+            self._shares = self._pricer.pulls_late(self._facts, [place for _, place in self._locals])
+        return self._shares
 
 
 class Peers:
@@ -92,12 +110,13 @@ class Peers:
         now_s: float,
     ) -> tuple[PdReason, list[Choice]]:
         """As `Remote.by_cost`, with the sources that are cheaper than every local way."""
-        reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s)
+        late = _PullsLate(self._pricer, facts, locals_)
+        reason, choices = self._remote.by_cost(facts, locals_, held, available, now_s, late)
         if not self._chosen:
             return reason, choices
         if reason is not PdReason.COST and reason not in _NOBODY:
             return reason, []
-        more = self._choices(facts, locals_, held, available, now_s)
+        more = self._choices(facts, locals_, held, available, now_s, late)
         if not more:
             return reason, choices
         return PdReason.COST, sorted([*choices, *more], key=lambda choice: choice.candidate.price.total_s)
@@ -109,27 +128,29 @@ class Peers:
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
+        late: Callable[[], list[float]],
     ) -> list[Choice]:
         """Who waits for blocks takes no part: what is held for others is free only when they have fetched it, and two
         full workers would wait for each other.
         """
-        takers = [(local, place) for local, place in locals_ if hands_over(place[0]) and not local.price.adm_s]
-        if not takers:
+        takes = [hands_over(place[0]) and not local.price.adm_s for local, place in locals_]
+        if not any(takes):
             return []
-        least = min(local.cached_tokens for local, _ in takers)
+        least = min(local.cached_tokens for local, _ in compress(locals_, takes))
         sources = self._sources(facts, held, least, available, now_s)
         if not sources:
             return []
         most_s = (1 - GAIN) * min(local.price.total_s for local, _ in locals_)
         c = self._pricer.cost.constants
-        late = [self._pricer.streams_late(facts, decode, self._pricer.pull_stall_s(decode[0])) for _, decode in takers]
+        takers = list(compress(zip(locals_, late(), strict=True), takes))
         priced = self._pricer.local(facts, sources, held, now_s)
         out: list[Choice] = []
+        nobodys = facts if facts.slo_tpot_s is None else msgspec.structs.replace(facts, slo_tpot_s=None)
         for place, (at_source, cached) in zip(sources, priced, strict=True):
             if at_source.adm_s:
                 continue
-            viol_s = self._viol_s(facts, place, at_source)
-            for (local, decode), streams_late in zip(takers, late, strict=True):
+            viol_s = self._viol_s(nobodys, place, at_source)
+            for (local, decode), streams_late in takers:
                 names = place[0].name, decode[0].name
                 if names[0] == names[1] or cached - local.cached_tokens < _block(place[0]):
                     continue
@@ -165,11 +186,12 @@ class Peers:
                 found.append((match.reach_tokens, -load.requests, -len(found), (worker, holder, load)))
         return [each[-1] for each in heapq.nlargest(SOURCES, found)]
 
-    def _viol_s(self, facts: RequestFacts, place: Place, at_source: Price) -> float:
-        """What it costs that answers which run at the source miss their objectives by it."""
+    def _viol_s(self, nobodys: RequestFacts, place: Place, at_source: Price) -> float:
+        """What it costs that answers which run at the source miss their objectives by it. `nobodys`: the request as if
+        its own answer had none, as that runs elsewhere.
+        """
         if all(booking.slo_tpot_s is None for booking in place[2].streaming):
             return 0.0
-        nobodys = msgspec.structs.replace(facts, slo_tpot_s=None)
         return VIOLATION_S * self._pricer.streams_late(nobodys, place, at_source.stall_s)
 
     def _named(

@@ -276,7 +276,7 @@ class Planner:
         judged = self._judge(facts, places, priced)
         turn, turns = self._turn, self._turns
         offers = [
-            Offer(i, price.total_s, load.requests, cached, turn - turns.get(holder, -1))
+            Offer(i, price.total_s, len(load.prefills) + len(load.streaming), cached, turn - turns.get(holder, -1))
             for i, ((_, holder, load), (price, cached)) in enumerate(zip(places, priced, strict=True))
         ]
         bound = home is not None and self.sessions.strict and self.sessions.stays(priced[home[0]][0])
@@ -320,7 +320,7 @@ class Planner:
         """Add what broken objectives cost, beginning with the best price, until nothing that is left, which could only
         become dearer, is among the best. Positions of those that were judged.
         """
-        order = sorted(range(len(priced)), key=lambda i: priced[i][0].total_s)
+        order = sorted(range(len(priced)), key=[price.total_s for price, _ in priced].__getitem__)
         totals_s: list[float] = []
         for n_judged, i in enumerate(order):
             price, cached = priced[i]

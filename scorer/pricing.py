@@ -61,7 +61,7 @@ class Pricer:
         only the prompt is priced. Computing is shared by the prompts that wait at any of the places, so that each
         second of it is a second to so many. Broken objectives are not in it: see `judged`.
         """
-        c, index = self.cost.constants, self._index
+        c, resident_blocks = self.cost.constants, self._index.resident_blocks
         n = facts.prompt_tokens
         squared = n * n
         slo_ttft_s = facts.slo_ttft_s
@@ -97,9 +97,16 @@ class Pricer:
                     if stats.waiting:
                         wait_s += self._foreign_wait_s(worker, stats)
                     # What is cached and not in use is free memory, and is taken too.
-                    adm_s = self._admission_s(worker, stats, load, n / block_size, block_size)
+                    if stats.kv_usage is not None and stats.kv_blocks:
+                        used = stats.kv_usage * stats.kv_blocks
+                        booked = load.kv_tokens / block_size  # The figure is up to a second old.
+                        if booked > used:
+                            used = booked
+                        missing = n / block_size - (stats.kv_blocks - used)
+                        if not (missing <= 0 or used <= 0):
+                            adm_s = self._admission_s(worker, stats, load, missing, used)
                 if stats.kv_blocks:
-                    room = stats.kv_blocks / len(worker.loads) - index.resident_blocks(*holder)
+                    room = stats.kv_blocks / len(worker.loads) - resident_blocks(holder)
                     pushed = (n + out_tokens - gpu) / block_size - (room if room > 0 else 0.0)
                     if pushed > 0:
                         again_s = worker.work_factor * c.comp_per_token_s / weight
@@ -195,6 +202,10 @@ class Pricer:
         viol_s = VIOLATION_S * late
         return msgspec.structs.replace(price, viol_s=price.viol_s + viol_s, total_s=price.total_s + viol_s)
 
+    def pulls_late(self, facts: RequestFacts, decodes: Sequence[Place]) -> list[float]:
+        """`streams_late` at each of `decodes` if the prompt is pulled there."""
+        return [self.streams_late(facts, place, self.pull_stall_s(place[0])) for place in decodes]
+
     def streams_late(self, facts: RequestFacts, decode: Place, stall_s: float) -> float:
         """How many of the answers, the request's own and those beside it, are thought to break their TPOT for it."""
         worker, _, load = decode
@@ -243,16 +254,8 @@ class Pricer:
             mean_s = (stats.prefill_time_sum_s or 0.0) / stats.prefill_time_count
         return foreign / len(worker.loads) * mean_s
 
-    def _admission_s(
-        self, worker: Worker, stats: EngineStats, load: Load, needed_blocks: float, block_size: int
-    ) -> float:
-        """Until enough KV blocks are free: what is missing, at the rate at which running answers give theirs back."""
-        if stats.kv_usage is None or not stats.kv_blocks:
-            return 0.0
-        used = max(stats.kv_usage * stats.kv_blocks, load.kv_tokens / block_size)  # The figure is up to a second old.
-        missing = needed_blocks - (stats.kv_blocks - used)
-        if missing <= 0 or used <= 0:
-            return 0.0
+    def _admission_s(self, worker: Worker, stats: EngineStats, load: Load, missing: float, used: float) -> float:
+        """Until so many KV blocks are free that are `missing`: those `used` come back as the running answers end."""
         streams = max(1.0, stats.running or float(load.streams))
         answer_s = self.cost.output_tokens(None) * self.cost.step_s(streams, load.kv_tokens, worker.weight)
         return min(LONGEST_S, missing * answer_s / used)

@@ -8,7 +8,7 @@ decode workers by themselves.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -78,14 +78,15 @@ class Remote:
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
+        late: Callable[[], list[float]],
     ) -> tuple[PdReason, list[Choice]]:
         """Pairs of the given decode workers and the best prefill workers, the cheapest first; or why there are none.
-        `PdReason.COST`: the prices decide.
+        `PdReason.COST`: the prices decide. `late()`: `Pricer.pulls_late` of the decode workers.
         """
         kept = self.kept_local(facts, locals_[0][1][0])
         if kept is not None:
             return kept, []
-        choices, nobody = self._choices(facts, locals_, held, available, now_s, by_cost=True)
+        choices, nobody = self._choices(facts, locals_, held, available, now_s, late)
         if nobody is not None:
             return nobody, []
         return PdReason.COST, sorted(choices, key=lambda choice: choice.candidate.price.total_s)
@@ -112,28 +113,28 @@ class Remote:
         held: Mapping[Holder, Match],
         available: Collection[str] | None,
         now_s: float,
-        *,
-        by_cost: bool = False,
+        late: Callable[[], list[float]] | None = None,
     ) -> tuple[list[Choice], PdReason | None]:
-        """The pairs there are, or why there is none. By a rule, all prefill workers are wanted."""
+        """The pairs there are, or why there is none. `late` as in `by_cost`; None: by a rule, for which all prefill
+        workers are wanted.
+        """
         places = self._places(facts, available)
+        if not places:
+            return [], PdReason.NO_PREFILL_WORKER
         priced = [
             (place, *each) for place, each in zip(places, self._pricer.local(facts, places, held, now_s), strict=True)
         ]
-        if by_cost:
+        streams_late: Sequence[float | None] = [None] * len(locals_)
+        if late is not None:
             priced = sorted(priced, key=lambda each: each[1].total_s)[:BEST]
-        pricer = self._pricer
-        late = [
-            pricer.streams_late(facts, decode, pricer.pull_stall_s(decode[0])) if by_cost else None
-            for _, decode in locals_
-        ]
+            streams_late = late()
         out: list[Choice] = []
         why = PdReason.NO_PREFILL_WORKER
         for place, price, cached in priced:
-            for (local, decode), streams_late in zip(locals_, late, strict=True):
+            for (local, decode), each_late in zip(locals_, streams_late, strict=True):
                 names = (place[0].name, decode[0].name)
                 if self.pairs.allows(names, now_s):
-                    out.append(self.choice(facts, local, decode, place, price, cached, streams_late))
+                    out.append(self.choice(facts, local, decode, place, price, cached, each_late))
                 elif why is not PdReason.PAIR_BROKEN:
                     why = self.barred(names)
         return out, None if out else why
@@ -178,12 +179,17 @@ class Remote:
         )
         if streams_late is not None:
             price = self._pricer.judged(facts, decode, price, streams_late)
-        candidate = msgspec.structs.replace(
-            local,
+        candidate = Candidate(
+            decode=local.decode,
             prefill=place[1],
             peer=place[0].role is not Role.PREFILL,
+            cached_tokens=local.cached_tokens,
             prefill_cached_tokens=cached_tokens,
+            cpu_tokens=local.cpu_tokens,
+            disk_tokens=local.disk_tokens,
+            approximate=local.approximate,
             price=price,
+            reasons=local.reasons,
         )
         return Choice(candidate, decode, place, at_prefill.comp_s, at_prefill.stall_s)
 

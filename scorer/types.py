@@ -132,7 +132,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A worker said to hold the prompt's beginning (`x-kv-cache-source-host-port`): it is asked for it if it can be."""
 
 
-class Price(msgspec.Struct, frozen=True, kw_only=True):
+class Price(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Predicted seconds of one choice, by component. `total_s` is what the choice is judged by.
 
     front: HTTP, template, tokens at the engine. wait: prefills ahead in its queue. adm: KV blocks still to be freed.
@@ -162,7 +162,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float = 0.0
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One way to serve a request, with its price: `decode` serves it; with `prefill`, that worker computes the
     prompt. `peer`: it is no prefill worker, but holds more of the prompt.
     """
@@ -225,7 +225,7 @@ class OutcomeKind(Enum):
     CANCELLED = "cancelled"
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One observation. `worker_failed` tells a worker's fault from a client's; `n_tokens` goes with TOKEN,
     CACHED_TOKENS, and END (the whole answer; 0: not known). `held_up`: a client that did not take its answer has had a
     part in when its TOKENs came. `guessed`: when a PREFILL_DONE or FIRST_TOKEN happened was not seen, so that it is

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from bench.kv_frames import BLOCK_SIZE, frame, removal
+
 _WAIT_S = 60.0
 
 
@@ -29,17 +31,34 @@ class Feed:
             publisher.bind("tcp://127.0.0.1:*")
             self._sockets.append(publisher)
             self.endpoints.append(publisher.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._sent = [0] * n_workers
+        self._decoded: int | None = None
 
     def publish(self, frames: Sequence[Sequence[bytes]], subscribers: int) -> None:
         """`frames`: payloads by worker. Raises TimeoutError when there are not that many subscribers."""
         deadline_s = time.monotonic() + _WAIT_S
-        for publisher, payloads in zip(self._sockets, frames, strict=True):
+        for worker, (publisher, payloads) in enumerate(zip(self._sockets, frames, strict=True)):
             for _ in range(subscribers):
                 if not publisher.poll(max(0, int(1000 * (deadline_s - time.monotonic())))):
                     raise TimeoutError("a gateway did not subscribe to the KV events")
                 publisher.recv()
-            for seq, payload in enumerate(payloads):
-                publisher.send_multipart([b"", seq.to_bytes(8, "big"), payload])
+            for payload in payloads:
+                self._send(worker, payload)
+
+    def go_on(self) -> None:
+        """Each worker stores a block of nobody's, and gives up the one before, as engines that decode always have
+        something to announce. One that is sent prompts and says nothing for 10 s is rightly taken to publish nothing.
+        """
+        before, self._decoded = self._decoded, (self._decoded or 0) + 1
+        stored = frame([self._decoded], None, [self._decoded] * BLOCK_SIZE, 1)
+        for worker in range(len(self._sockets)):
+            self._send(worker, stored)
+            if before is not None:
+                self._send(worker, removal([before]))
+
+    def _send(self, worker: int, payload: bytes) -> None:
+        seq, self._sent[worker] = self._sent[worker], self._sent[worker] + 1
+        self._sockets[worker].send_multipart([b"", seq.to_bytes(8, "big"), payload])
 
     def close(self) -> None:
         for publisher in self._sockets:

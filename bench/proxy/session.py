@@ -102,6 +102,7 @@ def measure(plan: Plan) -> report.Run:
                 kept.decided(decider.measure())
 
         def note(turn: int, taken: Sample) -> None:
+            feed.go_on()
             kept.sampled(taken)
             _show(turn, taken)
 

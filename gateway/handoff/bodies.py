@@ -142,6 +142,7 @@ class _Peek(msgspec.Struct):
 
 
 _peek = msgspec.json.Decoder(_Peek)
+_PEEKED = frozenset(_Peek.__struct_fields__)
 MOST_MEMBERS = 100_000
 """Bodies with more are not taken apart: a million takes seconds. Counted by what may be one, in strings too."""
 
@@ -151,13 +152,15 @@ def is_takeable(raw: bytes) -> bool:
     return len(raw) < 8 * MOST_MEMBERS or min(raw.count(b":"), raw.count(b'"') // 2) <= MOST_MEMBERS
 
 
-def clean(raw: bytes) -> bytes:
+def clean(raw: bytes, members: Mapping[str, Any] | None = None) -> bytes:
     """The body of any route without what could steer KV transfers: the same object if there is nothing of that, or it
-    is no JSON object.
+    is no JSON object. `members`: of the object it is, where they have been read.
 
     Raises BadRequest for what begins like an object, may hold such a key, and cannot be read here but perhaps by an
     engine (an object nested too deep for us, say).
     """
+    if members is not None and _PEEKED.isdisjoint(members):
+        return raw
     if not looks_like_object(raw):
         return raw
     try:

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from itertools import count
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -32,6 +33,7 @@ from gateway.proxy.relay import Answer, ClientStalled, UpstreamBroke
 from gateway.proxy.routes import Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.proxy.usage import Usage, UsageTail
+from gateway.request import members_of
 from gateway.sidecar.hints import NO_HINTS, Hints
 from scorer.types import PdReason, RequestFacts
 
@@ -145,6 +147,7 @@ class Exchange:
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
+        began_s = time.monotonic()
         tenant, body = steps.identified(
             self._parts,
             self.headers,
@@ -154,6 +157,8 @@ class Exchange:
         )
         self._server.admit()
         self._admitted = True
+        is_placed = self._holder is None and self.request.method != "OPTIONS" and bool(body)
+        members = members_of(body) if is_placed else None
         dispatch = self._dispatch = Dispatch(
             self._parts,
             self.request,
@@ -163,18 +168,17 @@ class Exchange:
                 target=self.target,
                 kind=self.route.tokens,
                 headers=self.headers,
-                raw=steps.cleaned(self._parts, body),
+                raw=steps.cleaned(self._parts, body, members),
             ),
         )
         if self._holder is not None and self.request.method != "OPTIONS":
             await self._relay(await dispatch.at(await self._holder()), self.began_s)
             return None
-        if self.request.method == "OPTIONS" or not body:
+        if not is_placed:
             await self._relay(await dispatch.anywhere(), self.began_s)
             return None
-        began_s = time.monotonic()
         hints = self._parts.hints(self.request)
-        facts = _with_hints(await self._facts(body), hints)
+        facts = _with_hints(await self._facts(body, members), hints)
         if tenant is not None:
             facts = msgspec.structs.replace(facts, tenant=tenant)
         if facts.keep_local is None and self.request.is_leg:
@@ -194,10 +198,10 @@ class Exchange:
         await self._relay(answer, began_s)
         return None
 
-    async def _facts(self, body: bytes) -> RequestFacts:
+    async def _facts(self, body: bytes, members: dict[str, Any] | None) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
         booking_id = f"{self.record.request_id}/{id(self):x}"
-        return await steps.read_facts(self._parts, booking_id, self.route.tokens, body, self.headers)
+        return await steps.read_facts(self._parts, booking_id, self.route.tokens, body, self.headers, members)
 
     def _refused(self, refusal: RefusedByPrefill) -> Reply:
         """The prefill worker has said what is wrong with the request."""

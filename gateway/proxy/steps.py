@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from multidict import CIMultiDict
 
@@ -47,20 +49,27 @@ def identified(
         raise
 
 
-def cleaned(parts: Parts, body: bytes) -> bytes:
-    """Without what engines would act on blindly. Raises ApiError."""
+def cleaned(parts: Parts, body: bytes, members: Mapping[str, Any] | None = None) -> bytes:
+    """Without what engines would act on blindly. `members`: `members_of(body)`, where they are known. Raises
+    ApiError.
+    """
     try:
-        return clean(body)
+        return clean(body, members)
     except BadRequest as exc:
         raise bad_request(parts, exc) from None
 
 
 async def read_facts(
-    parts: Parts, booking_id: str, kind: str | None, body: bytes, headers: CIMultiDict[str]
+    parts: Parts,
+    booking_id: str,
+    kind: str | None,
+    body: bytes,
+    headers: CIMultiDict[str],
+    members: dict[str, Any] | None = None,
 ) -> RequestFacts:
-    """Raises ApiError."""
+    """`members` as above. Raises ApiError."""
     try:
-        return await parts.reader.read(booking_id, kind, body, headers)
+        return await parts.reader.read(booking_id, kind, body, headers, members)
     except BadRequest as exc:
         raise bad_request(parts, exc) from None
 

@@ -48,17 +48,20 @@ class IdCache:
 
     def get_all(self, keys: Sequence[int], n_bytes: Iterable[int]) -> list[bytes | None]:
         """Ids by key, None for those that are unknown; `n_bytes` are their texts' lengths."""
-        entries = self._entries
+        entries, sizes = self._entries, list(n_bytes)
         with self._lock:
-            found = [entries.get(key) for key in keys]
-            for key, ids, size in zip(keys, found, n_bytes, strict=True):
+            found = list(map(entries.get, keys))
+            missed = missed_bytes = 0
+            for key, ids, size in zip(keys, found, sizes, strict=True):
                 if ids is None:
-                    self.misses += 1
-                    self.miss_bytes += size
+                    missed += 1
+                    missed_bytes += size
                 else:
                     entries.move_to_end(key)
-                    self.hits += 1
-                    self.hit_bytes += size
+            self.misses += missed
+            self.miss_bytes += missed_bytes
+            self.hits += len(found) - missed
+            self.hit_bytes += sum(sizes) - missed_bytes
         return found
 
     def put(self, key: int, ids: bytes) -> None:

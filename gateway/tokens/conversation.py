@@ -50,7 +50,9 @@ class Conversation:
     def build(self, messages: list[Any]) -> list[Json]:
         """Template messages for `messages`, which stay unchanged. Raises CannotTokenize for what vLLM would refuse."""
         try:
-            return [self._message(message) for message in messages]
+            return [
+                message if _is_plain(message) and not self._openai else self._message(message) for message in messages
+            ]
         except (KeyError, TypeError, AttributeError, ValueError) as exc:
             raise CannotTokenize(Reason.MALFORMED) from exc
 
@@ -109,6 +111,16 @@ class Conversation:
             texts.append(_string(text))
             dicts.append({"type": "text", "text": text, **(_extras(part) if isinstance(part, dict) else {})})
         return dicts if self._openai else "\n".join(leading + texts)
+
+
+def _is_plain(message: Json) -> bool:
+    """Whether a template that wants strings gets to see it as it is. (It cannot change it: see `template.py`.)"""
+    return (
+        len(message) == 2
+        and message.get("role") in ("user", "assistant")
+        and type(message.get("content")) is str
+        and next(iter(message)) == "role"  # A template may print it whole.
+    )
 
 
 def _extras(part: Json) -> Json:

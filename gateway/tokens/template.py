@@ -56,10 +56,19 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+_ATTRIBUTES_OF_DICTS = frozenset(dir(dict))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """``message.role``: as the sandbox, which raises and catches an error for each member of a dict."""
+        if type(obj) is dict and attribute not in _ATTRIBUTES_OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-    )
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
@@ -74,6 +83,7 @@ class ChatTemplate:
         try:
             tree = env.parse(source)
             self._template = env.from_string(source)
+            self._template.globals = dict(self._template.globals)  # Else layers, gone through for each rendering.
         except jinja2.TemplateError as exc:
             raise ValueError(f"chat template does not compile: {exc}") from exc
         self._source = source

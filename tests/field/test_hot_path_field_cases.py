@@ -17,7 +17,7 @@ from gateway.request import RequestReader
 from gateway.tokens import TokenService, TokenSettings
 from gateway.tokens.local import Lookup
 from gateway.tokens.types import pack_ids
-from indexer import keys, plane
+from indexer import keys
 from scorer.types import OutcomeKind, PdReason, RequestFacts
 from tests.support.fleets import D, P, fleet
 from tests.support.proxy_world import Call, Stub, World, until
@@ -27,13 +27,14 @@ from tests.support.token_models import make_model, reference_ids
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Blocks that were hashed, by block size."""
-    counts = Counter[int]()
+    counts, real = Counter[int](), keys.chain
 
     def chain(parent: int, tokens: bytes, block_size: int, start: int, stop: int, extras: Any) -> list[int]:
         counts[block_size] += stop - start
-        return keys.chain(parent, tokens, block_size, start, stop, extras)
+        return real(parent, tokens, block_size, start, stop, extras)
 
-    monkeypatch.setattr(plane, "chain", chain)
+    monkeypatch.setattr(keys, "chain", chain)
+    monkeypatch.setattr(keys, "_runs", {})
     return counts
 
 

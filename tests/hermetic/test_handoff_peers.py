@@ -154,7 +154,7 @@ async def test_an_idle_worker_fetches_from_a_crowded_one_that_holds_the_prompt(p
         assert (first.text, first.went[0]) == (expected, "local")
         prompt, _ = first.prompt_and_cached
         source = first.headers["x-warmroute-worker"]
-        await until(lambda: it.core.index.resident_blocks(source, 0) >= prompt // 16)
+        await until(lambda: it.core.index.resident_blocks((source, 0)) >= prompt // 16)
         _make_crowded(it, source)
         told = await ask(it.http, it.url, path, body)
         assert (told.text, told.went) == (expected, ("peer", "cost"))
@@ -165,7 +165,7 @@ async def test_an_idle_worker_fetches_from_a_crowded_one_that_holds_the_prompt(p
         assert sum(side.transfers.bytes.total for side in it.engines[decode].nixl) > 0
         await until(lambda: it.engines[source].held_blocks == 0)
         assert it.core.planner.in_flight() == 0
-        await until(lambda: it.core.index.resident_blocks(decode, 0) >= prompt // 16)
+        await until(lambda: it.core.index.resident_blocks((decode, 0)) >= prompt // 16)
         again = await ask(it.http, it.url, path, body)
         assert (again.went[0], again.headers["x-warmroute-worker"]) == ("local", decode)
 
@@ -182,7 +182,7 @@ def _make_crowded(fleet: Fleet, name: str) -> None:
 async def test_explain_shows_the_peers_way() -> None:
     async with Fleet(pd=PdConfig(policy="cost"), a=engine(**NIXL), b=engine(**NIXL)) as it:
         source, usage = await it.complete(VERY_LONG)
-        await until(lambda: it.core.index.resident_blocks(source, 0) >= usage["prompt_tokens"] // 16)
+        await until(lambda: it.core.index.resident_blocks((source, 0)) >= usage["prompt_tokens"] // 16)
         _make_crowded(it, source)
         body = {"model": "tiny", "prompt": VERY_LONG, "max_tokens": 64}
         status, told, _ = await it.post(it.admin + "/debug/explain", body)
@@ -193,7 +193,7 @@ async def test_explain_shows_the_peers_way() -> None:
 async def test_engines_without_a_connector_hand_nothing_over() -> None:
     async with Fleet(pd=PdConfig(policy="cost"), a=engine(), b=engine()) as it:
         source, usage = await it.complete(VERY_LONG)
-        await until(lambda: it.core.index.resident_blocks(source, 0) >= usage["prompt_tokens"] // 16)
+        await until(lambda: it.core.index.resident_blocks((source, 0)) >= usage["prompt_tokens"] // 16)
         _make_crowded(it, source)
         told = await ask(it.http, it.url, body={"model": "tiny", "prompt": VERY_LONG, "max_tokens": 64})
         assert told.went == ("local", "no_prefill_worker")
@@ -203,7 +203,7 @@ async def test_engines_of_different_versions_hand_nothing_over() -> None:
     async with Fleet(pd=PdConfig(policy="cost"), a=engine(**NIXL), b=engine(**NIXL, version="0.31.0")) as it:
         await until(lambda: it.core.planner.pairs.incompatible(("a", "b")))
         source, usage = await it.complete(VERY_LONG)
-        await until(lambda: it.core.index.resident_blocks(source, 0) >= usage["prompt_tokens"] // 16)
+        await until(lambda: it.core.index.resident_blocks((source, 0)) >= usage["prompt_tokens"] // 16)
         _make_crowded(it, source)
         told = await ask(it.http, it.url, body={"model": "tiny", "prompt": VERY_LONG, "max_tokens": 64})
         assert told.went[0] == "local"

@@ -1,12 +1,24 @@
 """Block keys: what makes two blocks the same block, and what must keep them apart."""
 
+import random
 from array import array
 from typing import Any
 
 import pytest
 
 from indexer import MediaSpan, Prompt
-from indexer.keys import block_extra, block_key, chain, event_extras, extra_parts, query_extras, root, token_bytes
+from indexer.keys import (
+    RUN_BLOCKS,
+    block_extra,
+    block_key,
+    chain,
+    chain_again,
+    event_extras,
+    extra_parts,
+    query_extras,
+    root,
+    token_bytes,
+)
 
 SIZE = 4
 
@@ -51,6 +63,26 @@ def test_a_key_names_its_whole_path() -> None:
 def test_partial_last_block_has_no_key() -> None:
     assert keys(TOKENS[:11]) == keys(TOKENS)[:2]
     assert keys(TOKENS[:3]) == keys([]) == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_remembered_runs_are_those_that_chain_makes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr("indexer.keys._runs", {})
+    monkeypatch.setattr("indexer.keys._MOST_RUNS", 3)  # So that they are forgotten in between.
+    prompts = [array("I", (rng.randrange(2) for _ in range(rng.randrange(4 * SIZE * RUN_BLOCKS)))) for _ in range(3)]
+    for _ in range(60):
+        size = rng.choice([SIZE, 2 * SIZE])
+        prompt = rng.choice(prompts)
+        data = prompt.tobytes() if rng.random() < 0.7 else (prompt[: rng.randrange(len(prompt) + 1)] * 2).tobytes()
+        n_blocks = len(data) // (4 * size)
+        extras = {rng.randrange(300): (b"x",)} if rng.random() < 0.3 else {}
+        at, parent, found = 0, root(None, size), []
+        while at < n_blocks:
+            stop = min(n_blocks, at + rng.choice([1, RUN_BLOCKS - 1, RUN_BLOCKS, 3 * RUN_BLOCKS]))
+            found += chain_again(found[-1] if found else parent, data, size, at, stop, extras)
+            at = stop
+        assert found == chain(parent, data, size, 0, n_blocks, extras)
 
 
 def test_chain_can_be_hashed_in_any_pieces() -> None:

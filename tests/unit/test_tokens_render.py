@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.tokens.conversation import Conversation
 from gateway.tokens.given import ChatPrompt, OpaquePrompt, prompts_of
 from gateway.tokens.local import LocalTokenizer, load
 from gateway.tokens.settings import TokenSettings
-from gateway.tokens.template import ChatTemplate
+from gateway.tokens.template import ChatTemplate, _environment
 from gateway.tokens.types import CannotTokenize, Reason
 from tests.support.token_models import DATA, make_model
 
@@ -243,6 +246,34 @@ def test_blocks_leave_no_whitespace_behind() -> None:
         "{% for m in messages %}\n    {% if m.content %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n."
     )
     assert template.render([USER, USER]) == "hi\nhi\n."
+
+
+@pytest.mark.parametrize("member", ["role", "items", "get", "absent", "__class__", "pop", "content"])
+@pytest.mark.parametrize("message", [{"role": "user"}, {"items": 1, "content": "{}"}, {}])
+def test_members_are_looked_up_as_the_sandbox_does(member: str, message: dict[str, Any]) -> None:
+    stock = ImmutableSandboxedEnvironment()
+
+    def shown(env: ImmutableSandboxedEnvironment) -> str:
+        template = env.from_string("{{ (m.%s) is defined }} {{ m.%s is callable }} {{ m.%s }}" % ((member,) * 3))
+        try:
+            return template.render(m=message)
+        except SecurityError as exc:
+            return str(exc)
+
+    assert _hide_addresses(shown(_environment())) == _hide_addresses(shown(stock))
+
+
+def _hide_addresses(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x", text)
+
+
+def test_messages_that_need_no_change_are_passed_as_they_are_and_others_are_not() -> None:
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert [a is b for a, b in zip(Conversation("string").build(plain), plain, strict=True)] == [True, True]
+    other = [{"content": "a", "role": "user"}, {"role": "system", "content": "x-anthropic-billing-header: 1\nb"}]
+    assert list(map(list, Conversation("string").build(other))) == [["role", "content"]] * 2
+    assert Conversation("string").build(other)[1]["content"] == "b"
+    assert Conversation("openai").build(plain)[0]["content"] == [{"type": "text", "text": "a"}]
 
 
 def test_kwargs_cannot_shadow_globals(models: Callable[[str], LocalTokenizer]) -> None:
