@@ -90,7 +90,7 @@ class Epp(Service):
             ),
             self._is_ready,
         )
-        self._elector = elector_of(config.kubernetes, changed=metrics.leads.set)
+        self.elector = elector_of(config.kubernetes, changed=metrics.leads.set)
         core.metrics.registry.register(StreamCounts(self.server.counts))
         core.others_degraded.append(self._degraded)
         self.listeners.append(HttpServer(AdminPort(self.faces.public()).handle, settings.host, settings.metrics_port))
@@ -101,22 +101,22 @@ class Epp(Service):
     async def start(self) -> None:
         await super().start()
         await self.server.start()
-        if self._elector is not None:
-            self._elector.start()
+        if self.elector is not None:
+            self.elector.start()
 
     async def drain(self, timeout_s: float) -> int:
         """Health says NOT_SERVING while everything goes on; returns how many streams are left."""
         self.plane.draining = True
-        if self._elector is not None:
-            await self._elector.close()  # Another replica may lead at once.
+        if self.elector is not None:
+            await self.elector.close()  # Another replica may lead at once.
         left = await self.server.drain(min(_NOTICED_S, timeout_s), timeout_s)
         self.core.recorder.end("the picker is going down")
         return left
 
     async def close(self) -> None:
         self.core.queue.close()  # Who still waits is answered instead of cut.
-        if self._elector is not None:
-            await self._elector.close()
+        if self.elector is not None:
+            await self.elector.close()
         await self.server.close()
         self.unseen.close()
         await super().close()
@@ -135,7 +135,7 @@ class Epp(Service):
         """Who does not lead is not asked. Of a leader, once it knows the pool and a worker was usable; that none is now
         is told by 503s, which say why.
         """
-        if self._elector is not None and not self._elector.leads:
+        if self.elector is not None and not self.elector.leads:
             return False
         if not self._was_usable:
             core = self.core
@@ -146,8 +146,8 @@ class Epp(Service):
     def _degraded(self) -> Iterator[tuple[str, str]]:
         if (problem := self.unseen.problem) is not None:
             yield "responses_unseen", problem
-        if self._elector is not None and self._elector.problem is not None:
-            yield "leader_unknown", self._elector.problem
+        if self.elector is not None and self.elector.problem is not None:
+            yield "leader_unknown", self.elector.problem
 
 
 def _with_sidecar(config: Config) -> Config:
