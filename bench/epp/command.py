@@ -67,7 +67,14 @@ def cases(duration_s: float) -> list[Case]:
     return [*out, Case("sse_paced", "sse_paced", _STREAMS, duration_s, streams=True, pace_ms=10)]
 
 
-def measure(chosen: list[Case], n_rounds: int, pickers: str | None, tree: Path | None) -> Run:
+def measure(
+    chosen: list[Case],
+    n_rounds: int,
+    pickers: str | None,
+    tree: Path | None,
+    n_small: int = prompts.N_SMALL,
+    n_large: int = prompts.N_LARGE,
+) -> Run:
     """Raises RuntimeError where Envoy or the trivial picker does not serve; ours is named in `missing` then."""
     import uvloop
 
@@ -77,7 +84,7 @@ def measure(chosen: list[Case], n_rounds: int, pickers: str | None, tree: Path |
     cores = choose_cores(os.sched_getaffinity(0))
     setting.insert(0, f"pickers on core {cores.router}; load, backends and Envoy on core {cores.load}")
     tokenizer = prompts.model_folder()
-    bodies = prompts.bodies()
+    bodies = prompts.bodies(n_small=n_small, n_large=n_large)
     samples: list[Sample] = []
     envoy: dict[tuple[str, str], list[float]] = {}
     missing: list[str] = []
