@@ -183,14 +183,15 @@ def start(spec: Spec, workers: Workers, core: int, folder: Path) -> Running:
         )
     running = Running(spec.name, [port], process, other, log, decides=spec.decides)
     try:
-        _wait(running)
+        wait_until_answered(running)
     except BaseException:
         stop(process)
         raise
     return running
 
 
-def _wait(running: Running) -> None:
+def wait_until_answered(running: Running) -> None:
+    """Raises Missing, with the end of its output, where it does not answer."""
     body = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
     deadline_s = time.monotonic() + _START_S
     good, last = 0, "no answer"

@@ -108,7 +108,7 @@ def measure(plan: Plan) -> report.Run:
 
         stack.enter_context(pinned(cores.load))
         work = rounds(plan.cases, running, backends, bodies, plan.rounds, between=between, note=note)
-        uvloop.run(_until_told(work))
+        uvloop.run(until_told(work))
         return report.Run(
             figures=figures(kept.samples),
             decision_us=report.medians(kept.decisions),
@@ -119,7 +119,7 @@ def measure(plan: Plan) -> report.Run:
         )
 
 
-async def _until_told(work: Coroutine[Any, Any, None]) -> None:
+async def until_told(work: Coroutine[Any, Any, None]) -> None:
     """SIGTERM ends it; an exception out of a signal handler could be taken for one of a connection."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -1,4 +1,7 @@
-"""`python -m gateway.measure front MODEL ROUNDS` and `... stall MODEL WINDOWS WINDOW_S`: one JSON object on stdout."""
+"""`python -m gateway.measure front MODEL ROUNDS` and `... stall MODEL WINDOWS WINDOW_S`: one JSON object on stdout.
+
+`... picker PORT seen|unseen ENDPOINT...` serves the picker of `python -m bench epp` until it is told to stop.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.measure.front import measure_front
+from gateway.measure.picker import serve_picker
 from gateway.measure.stall import measure_stall
 from gateway.service import tune_interpreter
 
 
 def main(args: Sequence[str]) -> None:
+    if args[0] == "picker":
+        return serve_picker(int(args[1]), args[2] == "seen", args[3:])
     what, model, *rest = args
     used: dict[str, Any] = {"scheduled": _ahead_of_others()}
     tune_interpreter()
@@ -23,6 +29,7 @@ def main(args: Sequence[str]) -> None:
     else:
         figures = measure_stall(int(rest[0]), float(rest[1]), model)
     print(json.dumps({"figures": figures, "used": used}))
+    return None
 
 
 def _ahead_of_others() -> str:
