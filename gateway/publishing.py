@@ -84,6 +84,10 @@ class Publishing:
         size = None if known is None else known.block_size()
         self._silence.sent(worker, rank, new_tokens // size if size else 0)
 
+    def unsent(self, worker: str, rank: int) -> None:
+        """One of those did not run after all."""
+        self._silence.unsent(worker, rank)
+
     def unannounced(self, feed: FeedStatus) -> int:
         """Prompts in a row that a connected rank said nothing of, though they must have made events there; 0: no sign
         of that.

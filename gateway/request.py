@@ -18,6 +18,7 @@ from gateway import form
 from gateway.bad_request import BadRequest as BadRequest
 from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
+from gateway.proxy.headers import is_encoded
 from gateway.stored import LONGEST_ID, Place
 from gateway.tokens import Tokens, TokenService
 from gateway.tokens.references import media_links
@@ -117,12 +118,12 @@ class RequestReader:
         BadRequest.
         """
         content_type = headers.get("content-type", "")
-        if content_type.startswith("multipart/"):
+        if content_type[:10].lower() == "multipart/":
             texts = form.fields(content_type, body, _FORM_FIELDS)
             fields: dict[str, Any] = {**texts, "stream": texts.get("stream", "").lower() in _TRUE}
             n_tokens = len(body) // _BYTES_PER_MEDIA_TOKEN
             return await self._opaque(request_id, fields, n_tokens, headers, keep_local=PdReason.NOT_READABLE)
-        if headers.get("content-encoding", "identity") != "identity":
+        if is_encoded(headers):
             # The engine may know how to read it.
             return await self._opaque(
                 request_id, {}, len(body) // _BYTES_PER_TOKEN, headers, keep_local=PdReason.NOT_READABLE
@@ -186,6 +187,8 @@ class RequestReader:
             return facts
         place = await self._holder_of(previous, headers)
         holder = self._fleet.workers.get(place.worker)
+        if not any(worker.serves(facts.model) is not False for worker in self._fleet.workers.values()):
+            return facts  # Nobody serves it, which is what there is to say.
         if holder is not None and holder.serves(facts.model) is False:
             text = f"The response `{previous[:LONGEST_ID]}` is held by a worker that does not serve `{facts.model}`."
             raise BadRequest(text, param="previous_response_id")

@@ -85,6 +85,7 @@ class Service:
                 handoffs=core.handoffs,
                 heard_since=core.heard_since,
                 sent=core.publishing.sent,
+                unsent=core.publishing.unsent,
                 hints=hints,
                 unreachable_status=unreachable_status,
                 queue=core.queue,
@@ -103,7 +104,7 @@ class Service:
             core, self.access, draining=lambda: self.plane.draining, in_flight=lambda: self.plane.in_flight
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
-        self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()})
+        self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host)
         self.admin.pages[RESET] = IndexReset(core, controls).page
         self._admin = HttpServer(self.admin.handle, admin_host, admin_port)
         self.listeners: list[HttpServer | Listener] = []

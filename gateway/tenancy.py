@@ -19,6 +19,7 @@ from gateway.errors import UserError
 from gateway.handoff.bodies import is_takeable
 from gateway.handoff.fields import NotAnObject, join, split, with_member
 from gateway.proxy.errors import ApiError
+from gateway.proxy.headers import is_encoded
 
 _FIELD = "cache_salt"
 _LONGEST_NAME = 256
@@ -97,7 +98,7 @@ class Tenancy:
         return tenant or None
 
     def _salted(self, tenant: str, headers: Mapping[str, str], body: bytes) -> bytes:
-        if headers.get("content-encoding", "identity") != "identity":
+        if is_encoded(headers):
             raise BadRequest("A compressed request body cannot be given its tenant's cache salt.", code="not_salted")
         if not is_takeable(body):
             raise BadRequest("The request body has too many members.", code="invalid_json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from gateway.proxy.server import Page, run_page, target_of
 from gateway.record.recorder import PATH as RECORD
 
 _SECRET_KEY = re.compile(r"(^|_)(api_key|password|secret|token)$")
+_PORT = re.compile(r":[0-9]*$")
 _MASK = "********"
 _GET = frozenset({"GET", "HEAD"})
 
@@ -108,14 +110,21 @@ class Faces:
 
 
 class AdminPort:
-    """Pages by exact path, else by what it begins with; nothing is forwarded but what a page forwards."""
+    """Pages by exact path, else by what it begins with; nothing is forwarded but what a page forwards. `host`: where it
+    listens. On loopback it answers to addresses and `localhost` alone: a page on this host's browser may be of a site
+    whose name leads here too.
+    """
 
-    def __init__(self, pages: dict[str, Page]) -> None:
+    def __init__(self, pages: dict[str, Page], host: str = "") -> None:
         self.pages = pages
         self.prefixes: dict[str, Page] = {}
+        self._is_local = _is_loopback(host)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = target_of(request).partition("?")[0]
+        if self._is_local and not _is_by_address(request.headers.get("Host", "")):
+            text = "This port is this machine's own: ask for it as localhost or by its address."
+            return ApiError(403, text, code="unknown_host").response()
         if request.method not in _GET and _is_of_another_site(request):
             return ApiError(403, "Nothing is changed from another site's page.", code="cross_origin").response()
         page = self.pages.get(path)
@@ -130,6 +139,25 @@ def _is_of_another_site(request: web.BaseRequest) -> bool:
     """A page that somebody looks at on this host could send requests here; browsers tell where it is from."""
     origin = request.headers.get("Origin")
     return origin is not None and origin.partition("://")[2] != request.headers.get("Host")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_by_address(given: str) -> bool:
+    """Of a Host header; without one it was no browser."""
+    host = given.rpartition(":")[0] if _PORT.search(given) else given
+    if host in ("", "localhost") or host.endswith(".localhost"):
+        return True
+    try:
+        ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _read_only(page: Page) -> Page:

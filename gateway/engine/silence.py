@@ -36,6 +36,16 @@ class Silence:
         if new_blocks > 0:
             self._sent[worker, rank] = self._sent.get((worker, rank), 0) + 1
 
+    def unsent(self, worker: str, rank: int) -> None:
+        """One of them did not run: it was refused, or its client left."""
+        if self._sent.get((worker, rank), 0) > 0:
+            self._sent[worker, rank] -= 1
+            return
+        feeds = [number for name, number in self._unheard if name == worker]
+        known = self._unheard.get((worker, feeds[0] if len(feeds) == 1 else rank))
+        if known is not None and known.prompts:
+            known.prompts -= 1
+
     def look(self, feeds: list[FeedStatus], now_s: float) -> None:
         """Take in what all feeds of one worker have received by now."""
         for feed in feeds:

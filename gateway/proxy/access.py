@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from datetime import UTC, datetime
@@ -131,7 +132,10 @@ def _clean(value: Any) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """As it is when it is one plain word, else as a JSON string: no client can write a second line."""
+    """As it is when it is one plain word, else as a JSON string: no client can write a second line, nor control a
+    terminal.
+    """
     if text.isascii() and text.isprintable() and " " not in text and '"' not in text and text:
         return text
-    return msgspec.json.encode(text).decode()
+    quoted = msgspec.json.encode(text).decode()
+    return quoted if quoted.isprintable() else json.dumps(text)

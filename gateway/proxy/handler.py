@@ -256,7 +256,7 @@ class Exchange:
             return
         shown_id = self._plan_id or record.request_id
         if not shown_id.isalnum() or not shown_id.isascii():
-            shown_id = quote(shown_id, safe=_SAFE_IN_OUTCOME)
+            shown_id = quote(shown_id, safe=_SAFE_IN_OUTCOME, errors="surrogateescape")
         parts = [f"id={shown_id}", f"choice={record.choice}", f"reason={record.pd_reason}"]
         if record.prefill is not None:
             parts.append(f"prefiller={record.prefill}")

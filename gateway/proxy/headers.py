@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -102,6 +102,13 @@ def request_headers(raw: RawHeaders) -> CIMultiDict[str]:
     if len(ids) > 1:
         headers[_REQUEST_ID] = next(filter(None, ids), "")
     return headers
+
+
+def is_encoded(headers: Mapping[str, str]) -> bool:
+    """Whether their body is compressed, or whatever else a Content-Encoding can say."""
+    rows = headers.getall("content-encoding", ()) if isinstance(headers, MultiMapping) else ()
+    said = rows or (headers.get("content-encoding", ""),)
+    return any(coding.strip().lower() not in ("", "identity") for row in said for coding in row.split(","))
 
 
 def is_leg(raw: RawHeaders) -> bool:

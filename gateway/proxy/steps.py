@@ -24,7 +24,7 @@ from gateway.stored import Place, ResponseHead, is_stored
 from indexer import Prompt
 from scorer.fleet import STALE_S, Worker
 from scorer.planner import ModelNotFound, NoWorker
-from scorer.types import Outcome, OutcomeKind, Plan, RequestFacts
+from scorer.types import Outcome, OutcomeKind, PdReason, Plan, RequestFacts
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,13 @@ def note_local(parts: Parts, flight: Flight) -> None:
     """What is cached on the decode worker counts only where it computes the prompt."""
     prompt_tokens, chosen = flight.facts.prompt_tokens, flight.plan.chosen
     parts.hits.predicted(flight.worker, prompt_tokens, chosen.cached_tokens)
-    parts.sent(*chosen.decode, prompt_tokens - chosen.cached_tokens)
+    if _is_prompt(flight.facts):
+        parts.sent(*chosen.decode, prompt_tokens - chosen.cached_tokens)
+
+
+def _is_prompt(facts: RequestFacts) -> bool:
+    """Not what is placed by load alone: most of that makes no KV blocks."""
+    return facts.keep_local is not PdReason.NOT_GENERATION
 
 
 def least_busy(parts: Parts, among: frozenset[str] | None = None) -> str:
@@ -197,6 +203,8 @@ def note_over(parts: Parts, record: Record, began_s: float, flight: Flight | Non
     """It is over, and what was booked given back. `wait_s` is what `Queue.enter` returned."""
     if parts.queue is not None:
         parts.queue.ended(flight, wait_s, record)
+    if flight is not None and record.status >= 400 and not flight.plan.remote and _is_prompt(flight.facts):
+        parts.unsent(*flight.holder)
     duration_s = time.monotonic() - began_s
     record.duration_ms = round(duration_s * 1000, 3)
     parts.metrics.request(record.worker, record.status, duration_s)

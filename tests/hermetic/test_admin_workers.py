@@ -171,6 +171,16 @@ async def test_a_web_page_changes_nothing(fleet: Fleet) -> None:
     assert (await call(fleet, "POST", "/a/undrain", Origin=fleet.admin))[0] == 200  # A page of the gateway's own.
 
 
+async def test_a_name_that_was_made_to_lead_here_reaches_nothing(fleet: Fleet) -> None:
+    """DNS rebinding: the page of a site whose name means this machine now is of the same origin as the admin port."""
+    for host in ("evil.example", "evil.example:18001", "127.0.0.1.evil.example", "localhost.evil.example:1"):
+        for method, path in (("GET", ""), ("POST", "/a/drain"), ("DELETE", "/a")):
+            status, answer = await call(fleet, method, path, Host=host, Origin=f"http://{host}")
+            assert (status, answer["error"]["code"]) == (403, "unknown_host"), (method, host)
+    for host in ("localhost", "localhost:8001", "127.0.0.1:1", "[::1]:8001", "10.0.0.7", "gateway.localhost:80"):
+        assert (await call(fleet, "GET", "", Host=host))[0] == 200, host
+
+
 async def test_it_is_not_on_the_main_port(fleet: Fleet) -> None:
     async with fleet.http.get(fleet.url + "/admin/workers") as response:
         assert response.status == 404

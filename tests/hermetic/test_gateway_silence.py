@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import time
 
 import msgspec
 import pytest
@@ -52,6 +53,31 @@ async def test_e22_e23_a_rank_that_falls_silent_is_not_taken_for_empty(
         await fleet.complete(prompt)
         _, page, _ = await fleet.post(fleet.admin + "/debug/explain", {"model": "tiny", "prompt": prompt})
         assert max(row["cached_tokens"] for row in page["considered"]) > 0  # Guessed from what was sent.
+
+
+async def test_what_makes_no_blocks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are only counted, and prompts that the engine refuses, make no events; nobody is silent for that."""
+    monkeypatch.setattr(silence_module, "AFTER_S", 0.2)
+    rng = random.Random(6)
+    async with Fleet(a=engine()) as fleet:
+        await until(lambda: fleet.core.fleet.workers["a"].publishes_events)
+        feeds = fleet.core.ingest.status
+        for _ in range(2 * silence_module.PROMPTS):
+            text = " ".join(str(rng.random()) for _ in range(100))
+            await fleet.post(
+                fleet.url + "/v1/messages/count_tokens",
+                {"model": "tiny", "messages": [{"role": "user", "content": text}]},
+            )
+            status, _, _ = await fleet.post(
+                fleet.url + "/v1/completions", {"model": "tiny", "prompt": text, "max_tokens": 1_000_000}
+            )
+            assert status == 400
+            fleet.core.publishing.watch()
+        began_s = time.monotonic()
+        await until(lambda: time.monotonic() > began_s + 0.3)
+        fleet.core.publishing.watch()
+        assert [fleet.core.publishing.unannounced(feed) for feed in feeds().values()] == [0]
+        assert await degraded(fleet) == []
 
 
 async def test_e19_blocks_in_finer_pieces_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

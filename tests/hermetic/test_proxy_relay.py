@@ -286,6 +286,19 @@ async def test_redirects_are_the_clients_business(world: World, stub: Stub) -> N
         assert (response.status, response.headers["Location"]) == (307, "http://127.0.0.1:9/evil")
 
 
+async def test_a_request_id_that_is_no_utf_8_is_answered(stub: Stub) -> None:
+    async with World({"a": stub.url}) as world:
+        reader, writer = await world.connect()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: caf\xe9\r\n"
+            b"Content-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+        )
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"id=caf%E9;" in answer
+        writer.close()
+
+
 async def test_the_receipt_headers(stub: Stub) -> None:
     async with World({"a": stub.url}) as world:
         _, _, headers = await world.post(BODY, **{"X-Request-Id": "mine"})

@@ -295,6 +295,9 @@ async def test_a_follow_up_for_a_model_that_its_holder_does_not_serve_is_refused
             {"model": "other", "input": "x", "previous_response_id": "r1"}, "/v1/responses"
         )
         assert (status, json.loads(answer)["error"]["param"]) == (400, "previous_response_id")
+        body = {"model": "nobodys", "input": "x", "previous_response_id": "r1"}
+        status, answer, _ = await world.post(body, "/v1/responses")
+        assert (status, json.loads(answer)["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize("previous", [5, None, "", ["r1"]])

@@ -60,6 +60,25 @@ def test_prompts_that_were_announced_at_once_do_not_count_later() -> None:
     assert silence.prompts(feed(batches=1), 100.0) == 0
 
 
+def test_prompts_that_did_not_run_do_not_count() -> None:
+    """However late that is known, and whatever number the only feed has."""
+    silence = Silence()
+    silence.look([feed(rank=5)], 0.0)
+    for _ in range(PROMPTS + 2):
+        silence.sent("w", 0, 1)
+    silence.unsent("w", 0)
+    silence.look([feed(rank=5)], 1.0)
+    assert silence.prompts(feed(rank=5), 100.0) == PROMPTS + 1
+    for _ in range(2):
+        silence.unsent("w", 0)
+    assert silence.prompts(feed(rank=5), 100.0) == 0
+    for _ in range(PROMPTS * 2):
+        silence.unsent("w", 0)
+    silence.unsent("nobody", 3)
+    after(silence, [feed(rank=5, batches=1)], (0, 3, PROMPTS))
+    assert silence.prompts(feed(rank=5, batches=1), 100.0) == PROMPTS
+
+
 def test_time_runs_from_the_first_prompt_that_was_left_unannounced() -> None:
     silence = Silence()
     silence.look([feed()], 0.0)

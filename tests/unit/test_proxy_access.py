@@ -81,3 +81,13 @@ async def test_a_closed_stream_loses_lines_and_nothing_else() -> None:
     log.write(record())
     await log.close()
     assert log.dropped == 1
+
+
+async def test_no_client_writes_a_second_line_or_controls_a_terminal() -> None:
+    stream = io.StringIO()
+    log = AccessLog("text", stream)
+    log.write(record(request_id="a\x85b\u2028c\x9b31md\u202e"))
+    await log.close()
+    (line,) = stream.getvalue().splitlines()
+    assert line.isprintable()
+    assert "\\u0085" in line

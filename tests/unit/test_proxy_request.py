@@ -173,6 +173,7 @@ async def test_a_form_names_its_model() -> None:
         b"\r\n--b--", b'\r\n--b\r\nContent-Disposition: form-data; name="stream"\r\n\r\ntrue\r\n--b--'
     )
     assert (await read(streamed, None, content_type="multipart/form-data; boundary=b")).streaming
+    assert (await read(streamed, None, content_type="Multipart/Form-Data; boundary=b")).streaming
 
 
 async def test_a_form_without_a_model_means_the_only_one_or_is_told_so() -> None:

@@ -163,3 +163,15 @@ def test_any_body_gets_the_salt_and_loses_nothing(fields: dict[str, object], own
     decoded = json.loads(out)
     assert decoded.pop("cache_salt") == salt_of(DERIVE, "a", json.dumps({"cache_salt": own}).encode())
     assert decoded == fields
+
+
+@pytest.mark.parametrize("codings", [("gzip",), ("GZIP",), ("identity", "gzip"), ("identity, br",)])
+def test_what_is_compressed_anywhere_in_its_headers_is_not_salted(codings: tuple[str, ...]) -> None:
+    headers = CIMultiDict([("x-tenant", "a"), *(("Content-Encoding", coding) for coding in codings)])
+    with pytest.raises(BadRequest, match="compressed"):
+        DERIVE.take(headers, b"{}", salted=True)
+
+
+def test_identity_is_no_compression() -> None:
+    headers = CIMultiDict([("x-tenant", "a"), ("Content-Encoding", "Identity"), ("Content-Encoding", "")])
+    assert b"cache_salt" in DERIVE.take(headers, b"{}", salted=True)[1]
