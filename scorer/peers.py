@@ -141,10 +141,10 @@ class Peers:
         if not sources:
             return []
         most_s = (1 - GAIN) * min(local.price.total_s for local, _ in locals_)
-        c = self._pricer.cost.constants
         takers = list(compress(zip(locals_, late(), strict=True), takes))
-        priced = self._pricer.local(facts, sources, held, now_s)
+        priced = self._pricer.local(facts, sources, held, now_s, waiting=_waiting(*locals_[0]))
         out: list[Choice] = []
+        handshake_s = self._pricer.handshake_s()
         nobodys = facts if facts.slo_tpot_s is None else msgspec.structs.replace(facts, slo_tpot_s=None)
         for place, (at_source, cached) in zip(sources, priced, strict=True):
             if at_source.adm_s:
@@ -158,8 +158,7 @@ class Peers:
                 least_s = at_source.total_s + local.price.decode_s + local.price.displaced_s + viol_s + again_s
                 if least_s >= most_s or not self._pairs.allows(names, now_s):
                     continue
-                meeting_s = 0.0 if self._pairs.have_met(names) else c.first_contact_s
-                choice = self._remote.choice(facts, local, decode, place, at_source, cached, streams_late, meeting_s)
+                choice = self._remote.choice(facts, local, decode, place, at_source, cached, streams_late, handshake_s)
                 choice = _dearer(choice, viol_s, again_s)
                 if choice.candidate.price.total_s < most_s:
                     out.append(choice)
@@ -224,10 +223,10 @@ class Peers:
         holders = [(name, rank) for rank in worker.loads]
         holder = max(holders, key=lambda each: held.get(each, _NOTHING).reach_tokens)
         place = worker, holder, worker.loads[holder[1]]
-        ((at_source, cached),) = self._pricer.local(facts, [place], held, now_s)
+        ((at_source, cached),) = self._pricer.local(facts, [place], held, now_s, waiting=_waiting(local, decode))
         if worker.publishes_events and facts.tokens is not None and cached - local.cached_tokens < _block(worker):
             return PdReason.SOURCE_HOLDS_NO_MORE
-        return self._remote.choice(facts, local, decode, place, at_source, cached, None)
+        return self._remote.choice(facts, local, decode, place, at_source, cached, None, self._pricer.handshake_s())
 
 
 def _is_there(worker: Worker, facts: RequestFacts, available: Collection[str] | None) -> bool:
@@ -241,6 +240,15 @@ def _is_fresh(worker: Worker, now_s: float) -> bool:
 
 def _block(worker: Worker) -> int:
     return worker.block_size() or USUAL_BLOCK_SIZE
+
+
+def _waiting(local: Candidate, decode: Place) -> float:
+    """Prompts that wait for each rank of weight 1, as the local way was priced by. A source computes in the line of all
+    that answer: were only those counted that wait at sources, an idle one would seem to hold up nobody by what holds
+    others up when it is computed for its own answer.
+    """
+    comp_s = local.price.comp_s * decode[0].weight
+    return local.price.queue_s / comp_s if comp_s else 0.0
 
 
 def _again_s(price: Price, place: Place) -> float:

@@ -41,7 +41,7 @@ class World:
         self.clock = Clock()
         self.fleet = Fleet()
         self.index = PrefixIndex()
-        self.transfers = Transfers(spec.link)
+        self.transfers = Transfers(spec.link, {(prefill, decode): link for prefill, decode, link in spec.links})
         self.records: list[Record] = []
         self._workload = workload
         self._seed = seed
@@ -201,13 +201,14 @@ class World:
         if source is None or source.dead or self.clock.now_s >= flight.lease_s:
             self.clock.at(self.clock.now_s, lambda: self._pulled(flight, engine, ok=False))
             return 0.0
-        hw = self._servers[engine.name].hardware
+        server = self._servers[engine.name]
+        hw = server.hardware
+        tokens, blocks = pull.num_tokens, pull.num_blocks
+        if self.spec.whole_kv:
+            tokens = flight.request.prompt_tokens
+            blocks = -(-tokens // server.block_size)
         moved = self.transfers.begin(
-            source.name,
-            engine.name,
-            pull.num_tokens * hw.kv_bytes_per_token,
-            pull.num_blocks * hw.layers,
-            self.clock.now_s,
+            source.name, engine.name, tokens * hw.kv_bytes_per_token, blocks * hw.layers, self.clock.now_s
         )
         self.clock.at(moved.done_s, lambda: self._pulled(flight, engine, ok=True))
         return moved.post_s
@@ -332,4 +333,4 @@ class World:
         server = self._servers[decode]
         blocks = -(-tokens // server.block_size)
         hw = server.hardware
-        return self.spec.link.transfer_s(tokens * hw.kv_bytes_per_token, blocks * hw.layers)
+        return self.transfers.link(prefill, decode).transfer_s(tokens * hw.kv_bytes_per_token, blocks * hw.layers)
