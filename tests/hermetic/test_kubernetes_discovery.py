@@ -8,6 +8,9 @@ from scorer.types import Role
 from tests.support.kube_server import OBJECTIVES, OLD_OBJECTIVES, PODS, POOLS, REWRITES
 from tests.support.kube_world import KubeWorld
 from tests.support.pods import objective, pod, pool, rewrite
+from tests.support.virtual_time import event_loop_policy
+
+__all__ = ["event_loop_policy"]
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
@@ -47,6 +50,20 @@ async def test_who_is_not_ready_or_terminating_is_draining_then_removed() -> Non
         kube.delete(PODS, "b")
         await world.until(lambda: not fleet.draining)
         assert fleet.seen[2:] == [("draining", "a"), ("added", "a"), ("draining", "b"), ("removed", "b")]
+
+
+async def test_a_pod_that_has_ended_is_removed_at_once() -> None:
+    async with KubeWorld() as world:
+        kube, fleet = world.kube, world.fleet
+        kube.put(POOLS, "pool", pool())
+        kube.put(PODS, "a", pod(A))
+        kube.put(PODS, "b", pod(B, phase="Succeeded"))
+        await world.follow()
+        await world.serving(a=f"{A}:8000")
+        kube.put(PODS, "a", pod(A, ready=False, phase="Failed"))
+        kube.put(PODS, "c", pod(A))  # The address of an evicted pod is free, though the pod is still listed.
+        await world.serving(c=f"{A}:8000")
+        assert fleet.seen == [("added", "a"), ("removed", "a"), ("added", "c")]
 
 
 async def test_a_pod_that_comes_back_elsewhere_is_another_server() -> None:
@@ -94,6 +111,20 @@ async def test_another_selector_and_other_ports_of_the_pool() -> None:
         assert ("draining", "b") not in fleet.seen
         kube.put(POOLS, "pool", pool(9000, v="2"))
         await world.serving(b=f"{B}:9000", c=f"{C}:9000")
+
+
+async def test_a_change_of_selector_and_ports_is_one_change() -> None:
+    async with KubeWorld() as world:
+        kube, fleet = world.kube, world.fleet
+        kube.put(POOLS, "pool", pool(8000, v="1"))
+        kube.put(PODS, "a", pod(A, labels={"v": "1"}))
+        kube.put(PODS, "b", pod(B, labels={"v": "2"}))
+        await world.follow()
+        await world.serving(a=f"{A}:8000")
+        kube.slow_s = 0.1
+        kube.put(POOLS, "pool", pool(9000, v="2"))
+        await world.serving(b=f"{B}:9000")
+        assert fleet.seen == [("added", "a"), ("draining", "a"), ("added", "b")]
 
 
 async def test_a_pool_that_is_gone_serves_nobody_and_is_told() -> None:
@@ -170,6 +201,13 @@ async def test_what_is_forbidden_is_told_and_asked_for_again() -> None:
         kube.forbidden.clear()
         await world.serving(a=f"{A}:8000")
         await world.until(lambda: world.discovery.problem is None)
+
+
+async def test_a_selector_that_is_none_is_told() -> None:
+    async with KubeWorld(selector="a in") as world:
+        world.kube.refusals = [(400, {})] * 100
+        await world.follow()
+        await world.until(lambda: world.discovery.problem == "pods: a fault")
 
 
 async def test_a_busy_api_is_asked_when_it_says() -> None:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_ODD = 5
+_MOST_TOLD = 8
 
 
 def access_of(config: KubernetesConfig) -> Access:
@@ -103,11 +103,9 @@ class KubernetesDiscovery:
         found = [*found, *self._pods.problems]
         for other in self._others:
             found += other.problems
-        odd = sorted(text for texts in self._odd.values() for text in texts)
-        found += odd[:_MOST_ODD]
-        if len(odd) > _MOST_ODD:
-            found.append(f"and {len(odd) - _MOST_ODD} more")
-        return "; ".join(found) or None
+        found += sorted(text for texts in self._odd.values() for text in texts)
+        more = len(found) - _MOST_TOLD
+        return "; ".join([*found[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else ())]) or None
 
     @property
     def synced(self) -> bool:
@@ -234,7 +232,7 @@ class KubernetesDiscovery:
             pod = self._pod(name)
             endpoints: dict[str, Endpoint] = {}
             before = self._odd.pop(name, None)
-            if pod is not None and self._shape is not None:
+            if pod is not None and not pod.over and self._shape is not None:
                 endpoints, odd = endpoints_of(pod, self._shape)
                 if odd:
                     self._odd[name] = odd
@@ -247,9 +245,8 @@ class KubernetesDiscovery:
         return pod is not None and pod.ready
 
     def _pod(self, name: str) -> Pod | None:
-        """As far as its containers may be running."""
-        pod = self._pods.items.get(name)
-        return None if self._shape is None or pod is None or pod.over else pod
+        """None, too, while there is no pool that could choose it."""
+        return None if self._shape is None else self._pods.items.get(name)
 
 
 def _begun(work: Coroutine[Any, Any, None], ended: asyncio.Event) -> asyncio.Task[None]:
