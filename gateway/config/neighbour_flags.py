@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from gateway.config import neighbours as do
-from gateway.config.neighbours import DISCOVERY, Arity, Flag, Kind, Path, Take, Taken
+from gateway.config.neighbours import Arity, Flag, Kind, Path, Take, Taken
 from gateway.config.picker_flags import PICKER_FLAGS, picker_rows
 from gateway.config.read import Text
 from gateway.errors import UserError
