@@ -40,6 +40,7 @@ class Face:
         self.log = log_dir / f"{command}.log"
         self.args = args
         self.worker_flags = workers
+        self.n_workers = len(workers)
         self.port, self.admin_port = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -69,7 +70,7 @@ class Face:
         try:
             workers = self.workers()
             return (
-                len(workers) == len(self.worker_flags)
+                len(workers) == self.n_workers
                 and all(w["state"] == "healthy" and w["models"] for w in workers.values())
                 and not self.degraded("events_")
                 and not self.degraded("stats_")
@@ -189,6 +190,29 @@ class Sidecar(Face):
 
     def __init__(self, engine: str, log_dir: pathlib.Path, *args: str, prefill: Sequence[str] = ()) -> None:
         super().__init__("sidecar", log_dir, args, [("--engine", engine), *(("--prefill", url) for url in prefill)])
+
+
+class Epp(Face):
+    """`warmroute epp` over prefill servers and, for each decode server, the sidecar before it."""
+
+    def __init__(
+        self, prefill: Sequence[VllmServer], decode: Sequence[tuple[Sidecar, VllmServer]], log_dir: pathlib.Path
+    ) -> None:
+        super().__init__("epp", log_dir, (), [("--prefill", server.url) for server in prefill])
+        decoders = [{"url": s.url, "role": "decode", "events": e.events_endpoint} for s, e in decode]
+        file = log_dir / f"epp-{self.port}-workers.yaml"
+        file.write_text(json.dumps(decoders))
+        self.n_workers += len(decoders)
+        self.args = (
+            *("--workers-file", str(file), "--epp-tls", "off"),
+            *("--epp-health-port", str(free_port()), "--epp-metrics-port", str(free_port())),
+            *("--pd-policy", "threshold:100", "--health-scrape-interval-s", "0.5"),
+        )
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 def poll(condition: Callable[[], Any], deadline_s: float, message: Callable[[], str]) -> Any:
