@@ -303,6 +303,13 @@ class Core:
             return
         before = known.stats
         self.fleet.set_stats(worker, stats)
+        if known.pulls.news:
+            known.pulls.news = False
+            _log.warning(
+                "%s: by its engine's count, transfers take %.2g times what was thought; that is used from now on",
+                worker,
+                known.pulls.scale,
+            )
         self.queue.scraped(known)
         self.health.checked(worker, True, stats.scraped_at_s)
         if before is None:

@@ -32,7 +32,8 @@ LENGTH_BOUND = 64.0
 class Part(StrEnum):
     """What a factor is for. FRONT: reading and rendering prompts. WAIT: the queue, relative to what is booked ahead.
     FLOOR: prefills that the floor of a step bounds; WORK: those their tokens do. STEP: decode steps. STALL: what a pull
-    adds to one. PULL: transfers, of a pair. OUTPUT: how long answers are, of a model.
+    adds to one. PULL: transfers, of a pair; MEETING: the handshake before its first. OUTPUT: how long answers
+    are, of a model.
     """
 
     FRONT = "front"
@@ -42,6 +43,7 @@ class Part(StrEnum):
     STEP = "step"
     STALL = "stall"
     PULL = "pull"
+    MEETING = "meeting"
     OUTPUT = "output"
 
     @property
@@ -168,7 +170,7 @@ class Calibration:
     def forget(self, worker: str) -> None:
         """What was learned of the worker, and of the pairs it is in; of the fleet too where that was all of it."""
         for part, name in list(self._factors):
-            if part is Part.PULL:
+            if part is Part.PULL or part is Part.MEETING:
                 is_its = name.startswith(worker + ">") or name.endswith(">" + worker)
             else:
                 is_its = part is not Part.OUTPUT and name == worker
@@ -178,6 +180,14 @@ class Calibration:
         for part in Part:
             if part not in left:
                 self._factors.pop((part, FLEET), None)
+
+    def forget_pulls(self, decode: str) -> None:
+        """Transfers to that worker are predicted from something else now: learn them anew, and the fleet's too, which
+        its pairs would use meanwhile.
+        """
+        for part, name in list(self._factors):
+            if part is Part.PULL and (name == FLEET or name.endswith(">" + decode)):
+                del self._factors[part, name]
 
     def state(self) -> dict[str, Any]:
         """JSON-ready, for `load`."""

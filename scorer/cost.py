@@ -14,7 +14,7 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
 
     front_base_s: float = 0.008
     front_per_token_s: float = 2.4e-6
-    """Every server that sees a request reads, renders and tokenises all of it, cached or not."""
+    """Every server that sees a request reads all of it, cached or not."""
     comp_floor_s: float = 0.042
     """A prefill step takes this long however little there is to compute."""
     comp_per_token_s: float = 21e-6
@@ -23,7 +23,9 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     """From a prefill worker's answer to the decode worker."""
     pull_base_s: float = 0.002
     pull_per_block_s: float = 157e-6
-    """36 layers at 4.35 us for each descriptor: in a cache that has been in use for a while no blocks merge."""
+    """36 layers at 4.35 us for each descriptor: in a cache that has been in use for a while no blocks merge. Blocks so
+    large that their bytes take longer (`pull_bytes_per_s`) take that.
+    """
     first_contact_s: float = 0.15
     """The handshake of two engines that have moved nothing between them yet: 0.12 to 0.17 s."""
     pull_stall_s: float = 0.008
@@ -38,6 +40,9 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     """Share of cached blocks that are used again, where an engine does not tell its hits."""
     expected_output_tokens: float = 256
     """How long an answer is thought to be when the request does not bound it lower."""
+    pull_bytes_per_s: float = 343e9
+    text_per_token_s: float = 5.8e-6
+    """What a server that gets text takes more than one that gets token ids, for rendering and tokenising."""
 
 
 class CostModel:
@@ -46,9 +51,17 @@ class CostModel:
     def __init__(self, constants: Constants | None = None) -> None:
         self.constants = constants or Constants()
 
-    def front_s(self, n_tokens: int) -> float:
+    def front_s(self, n_tokens: int, *, text: bool = False) -> float:
+        """Until a server begins to schedule a prompt that it gets as token ids, or as text."""
         c = self.constants
-        return c.front_base_s + c.front_per_token_s * n_tokens
+        ids_s = c.front_base_s + c.front_per_token_s * n_tokens
+        return ids_s + c.text_per_token_s * n_tokens if text else ids_s
+
+    def pull_s(self, blocks: int, block_size: int) -> float:
+        """Moving so many blocks of so many tokens to a worker that has met the other."""
+        c = self.constants
+        per_block_s = c.kv_bytes_per_token * block_size / c.pull_bytes_per_s
+        return c.pull_base_s + max(per_block_s, c.pull_per_block_s) * blocks
 
     def comp_s(
         self, n_tokens: int, held_tokens: int, weight: float = 1.0, floor_factor: float = 1.0, work_factor: float = 1.0

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from indexer import Holder
 from scorer.ledger import Load
+from scorer.pulls import Pulls
 from scorer.types import ChangeKind, EngineStats, Role, WorkerChange
 
 STALE_S = 5.0
@@ -32,6 +33,7 @@ class Worker:
         self.front_factor = self.wait_factor = self.floor_factor = 1.0
         self.work_factor = self.step_factor = self.stall_factor = 1.0
         """What it takes, part by part, relative to the constants at its weight: learned."""
+        self.pulls = Pulls()
         self.publishes_events = False
         """Whether its KV events are arriving, so that the exact index speaks for it."""
 
@@ -98,6 +100,7 @@ class Fleet:
     def set_stats(self, name: str, stats: EngineStats) -> None:
         worker = self.workers.get(name)
         if worker is not None:
+            worker.pulls.scraped(worker.stats, stats)
             worker.stats = stats
 
     def models(self) -> dict[str, list[str]]:

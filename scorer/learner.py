@@ -32,10 +32,13 @@ _FACTORS: Final = {
 
 class Trace:
     """Times of one planned request, as they become known. `computed`, `pulled`: the prompts its decode worker had
-    done when it last reported; None while one was being computed.
+    done when it last reported; None while one was being computed. `usual_pull_s`, `meeting_s`: as its pull was
+    predicted when it was planned, which what has been learned since does not change.
     """
 
-    __slots__ = ("computed", "planned_s", "prefilled_s", "pulled", "reported_s", "took_s")
+    __slots__ = (
+        "computed", "meeting_s", "planned_s", "prefilled_s", "pulled", "reported_s", "took_s", "usual_pull_s",
+    )  # fmt: skip
 
     def __init__(self, planned_s: float) -> None:
         self.planned_s = planned_s
@@ -45,6 +48,7 @@ class Trace:
         """To the first token, until it is known whether its prompt was cached as far as was thought."""
         self.computed: int | None = None
         self.pulled = 0
+        self.usual_pull_s = self.meeting_s = 0.0
 
 
 class Learner:
@@ -66,10 +70,21 @@ class Learner:
             if price.load_s < _QUIET_S:
                 trace.took_s = now_s - trace.planned_s
         elif trace.prefilled_s is not None:
-            name = pair_name(chosen.prefill[0], worker.name)
-            front_s = worker.front_factor * self._cost.front_s(facts.prompt_tokens)
+            front_s = worker.front_factor * self._cost.front_s(facts.prompt_tokens, text=facts.is_text_at_decode)
             took_s = now_s - trace.prefilled_s - self._cost.constants.hop_s - front_s - price.step_s
-            self._calibration.add(Part.PULL, name, price.pull_s / self._calibration.value(Part.PULL, name), took_s)
+            self._pulled(pair_name(chosen.prefill[0], worker.name), trace, worker, took_s)
+
+    def _pulled(self, name: str, trace: Trace, worker: Worker, took_s: float) -> None:
+        calibration, pulls = self._calibration, worker.pulls
+        usual_s = pulls.scale * trace.usual_pull_s
+        if trace.meeting_s:
+            pull_s = calibration.value(Part.PULL, name) * usual_s
+            calibration.add(Part.MEETING, name, self._cost.constants.first_contact_s, took_s - pull_s)
+            return
+        calibration.add(Part.PULL, name, usual_s, took_s)
+        pulls.came(trace.usual_pull_s, calibration.value(Part.PULL, name) * usual_s)
+        if pulls.check():
+            calibration.forget_pulls(worker.name)
 
     def prefill_done(self, facts: RequestFacts, plan: Plan, trace: Trace, worker: Worker, now_s: float) -> None:
         trace.prefilled_s = now_s
@@ -123,7 +138,7 @@ class Learner:
 
     def _prompt(self, facts: RequestFacts, worker: Worker, price: Price, held_tokens: int, took_s: float) -> None:
         wait_s, comp_s = price.wait_s, price.comp_s
-        usual_front_s = self._cost.front_s(facts.prompt_tokens)
+        usual_front_s = self._cost.front_s(facts.prompt_tokens, text=facts.is_text)
         if wait_s >= _QUIET_S:
             if wait_s > comp_s:  # Of a shorter one, little could be told from how long the prompt itself took.
                 usual_s = wait_s / worker.wait_factor

@@ -22,10 +22,14 @@ Names = tuple[str, str]
 
 
 class Pair(msgspec.Struct):
-    """`failures` are in a row; open while `retry_at_s` is set. `incompatible` says what keeps them apart for good."""
+    """`failures` are in a row; open while `retry_at_s` is set. `incompatible` says what keeps them apart for good.
+    `met`: a handoff has worked; `under_way`: so many have neither worked nor failed yet.
+    """
 
     handoffs: int = 0
     failed: int = 0
+    met: bool = False
+    under_way: int = 0
     failures: int = 0
     retry_at_s: float | None = None
     backoff_s: float = BACKOFF_MIN_S
@@ -61,22 +65,24 @@ class Pairs:
         return pair.retry_at_s is None or now_s >= pair.retry_at_s
 
     def have_met(self, names: Names) -> bool:
-        """Whether they have handed something over, or are about to."""
+        """Whether they have handed something over, or are about to: engines that have shake hands no more."""
         pair = self.pairs.get(names)
-        return pair is not None and pair.handoffs > pair.failed
+        return pair is not None and (pair.met or pair.under_way > 0)
 
     def start(self, names: Names) -> None:
         """A handoff begins. It ends with one of `worked`, `broke` and `gave_up`."""
         pair = self._pair(names)
         pair.handoffs += 1
+        pair.under_way += 1
         pair.probing = pair.retry_at_s is not None
 
     def worked(self, names: Names) -> None:
-        pair = self._pair(names)
+        pair = self._ended(names)
+        pair.met = True
         pair.failures, pair.retry_at_s, pair.probing, pair.backoff_s = 0, None, False, BACKOFF_MIN_S
 
     def broke(self, names: Names, now_s: float, why: str | None = None) -> None:
-        pair = self._pair(names)
+        pair = self._ended(names)
         pair.last_failure = why
         pair.failed += 1
         pair.failures += 1
@@ -88,7 +94,7 @@ class Pairs:
 
     def gave_up(self, names: Names) -> None:
         """It ended without showing anything about the pair; a probe may be tried again."""
-        self._pair(names).probing = False
+        self._ended(names).probing = False
 
     def set_incompatible(self, names: Names, why: str | None) -> None:
         if why is not None or names in self.pairs:
@@ -98,6 +104,11 @@ class Pairs:
         """The worker is gone or a new process: what its pairs did says nothing any more."""
         for names in [names for names in self.pairs if worker in names]:
             del self.pairs[names]
+
+    def _ended(self, names: Names) -> Pair:
+        pair = self._pair(names)
+        pair.under_way = max(0, pair.under_way - 1)  # What is found out later was given up before.
+        return pair
 
     def _pair(self, names: Names) -> Pair:
         pair = self.pairs.get(names)

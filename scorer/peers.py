@@ -141,7 +141,6 @@ class Peers:
         if not sources:
             return []
         most_s = (1 - GAIN) * min(local.price.total_s for local, _ in locals_)
-        c = self._pricer.cost.constants
         takers = list(compress(zip(locals_, late(), strict=True), takes))
         priced = self._pricer.local(facts, sources, held, now_s)
         out: list[Choice] = []
@@ -158,8 +157,7 @@ class Peers:
                 least_s = at_source.total_s + local.price.decode_s + local.price.displaced_s + viol_s + again_s
                 if least_s >= most_s or not self._pairs.allows(names, now_s):
                     continue
-                meeting_s = 0.0 if self._pairs.have_met(names) else c.first_contact_s
-                choice = self._remote.choice(facts, local, decode, place, at_source, cached, streams_late, meeting_s)
+                choice = self._remote.choice(facts, local, decode, place, at_source, cached, streams_late)
                 choice = _dearer(choice, viol_s, again_s)
                 if choice.candidate.price.total_s < most_s:
                     out.append(choice)

@@ -170,6 +170,7 @@ class Planner:
         stay = flight.prefill = Stay(worker, holder, Booking(load, choice.comp_s, flight.facts.prompt_tokens, now_s))
         flight.pair = worker.name, flight.decode.worker.name
         self.pairs.start(flight.pair)
+        flight.trace.usual_pull_s, flight.trace.meeting_s = choice.usual_pull_s, choice.meeting_s
         stay.booking.charge(choice.stall_s)
         cached = choice.candidate.prefill_cached_tokens
         self.holdings.assume(stay, flight.facts, flight.prompt, cached, now_s)

@@ -65,7 +65,7 @@ class Pricer:
         n = facts.prompt_tokens
         squared = n * n
         slo_ttft_s = facts.slo_ttft_s
-        usual_front_s = self.cost.front_s(n)
+        usual_front_s = self.cost.front_s(n, text=facts.is_text)
         waiting = _prompts_waiting(places) if facts.slo_ttft_s is None else 0.0
         fixed_s, per_stream_s, per_kv_token_s = c.step_base_s, c.step_per_stream_s, c.step_per_kv_token_s
         priced: list[tuple[Price, int]] = []
@@ -156,23 +156,25 @@ class Pricer:
         meeting_s: float = 0.0,
     ) -> Price:
         """The prompt computed by `prefill`, at whose price that is `at_prefill`, and its KV pulled to `decode`, which
-        holds `held_tokens` of it; `meeting_s` before the pull, they shake hands.
+        holds `held_tokens` of it; `meeting_s` (as learned) before the pull, they shake hands.
         """
         worker, _, load = decode
         c = self.cost.constants
-        blocks = -(-(facts.prompt_tokens - held_tokens) // (worker.block_size() or USUAL_BLOCK_SIZE))
         factor = self._calibration.value(Part.PULL, pair_name(prefill, worker.name))
-        pull_s = meeting_s + factor * (c.pull_base_s + c.pull_per_block_s * blocks)
+        pull_s = meeting_s + factor * worker.pulls.scale * self.usual_pull_s(facts, worker, held_tokens)
+        front_s = at_decode.front_s
+        if facts.is_text and not facts.is_text_at_decode:
+            front_s = worker.front_factor * self.cost.front_s(facts.prompt_tokens)
         wait_s = max(0.0, at_decode.wait_s - at_prefill.ttft_s)
         streams = len(load.streaming)
         step_s = self.step_s(worker, streams + 1, load.kv_tokens)
-        ttft_s = at_prefill.ttft_s + c.hop_s + at_decode.front_s + wait_s + at_decode.adm_s + pull_s + step_s
+        ttft_s = at_prefill.ttft_s + c.hop_s + front_s + wait_s + at_decode.adm_s + pull_s + step_s
         stall_s = self.pull_stall_s(worker)
         harm_s = at_prefill.harm_s + streams * stall_s
         displaced_s = at_decode.displaced_s + at_prefill.displaced_s
         relief_s = 0.0 if facts.slo_ttft_s is None else relief(ttft_s, facts.slo_ttft_s)
         return Price(
-            front_s=at_prefill.front_s + at_decode.front_s,
+            front_s=at_prefill.front_s + front_s,
             wait_s=at_prefill.wait_s + wait_s,
             adm_s=at_prefill.adm_s + at_decode.adm_s,
             load_s=at_prefill.load_s,
@@ -189,6 +191,17 @@ class Pricer:
             viol_s=relief_s,
             total_s=ttft_s + harm_s + at_decode.decode_s + at_prefill.queue_s + displaced_s + relief_s,
         )
+
+    def usual_pull_s(self, facts: RequestFacts, decode: Worker, held_tokens: int) -> float:
+        """A pull of what is not held, by the constants alone."""
+        block_size = decode.block_size() or USUAL_BLOCK_SIZE
+        blocks = -(-(facts.prompt_tokens - held_tokens) // block_size)
+        return self.cost.pull_s(blocks, block_size)
+
+    def meeting_s(self, prefill: str, decode: str) -> float:
+        """The handshake of two that have not met."""
+        factor = self._calibration.value(Part.MEETING, pair_name(prefill, decode))
+        return factor * self.cost.constants.first_contact_s
 
     def judged(self, facts: RequestFacts, decode: Place, price: Price, streams_late: float | None = None) -> Price:
         """The price with what it costs that objectives are broken: never less than without. `streams_late` is

@@ -37,6 +37,10 @@ class Choice(msgspec.Struct, frozen=True):
     """Its computing, as it is booked there."""
     stall_s: float
     """What each answer that runs there loses by it."""
+    usual_pull_s: float = 0.0
+    """The pull by the constants alone."""
+    meeting_s: float = 0.0
+    """The handshake before it."""
 
 
 class Remote:
@@ -169,14 +173,13 @@ class Remote:
         at_prefill: Price,
         cached_tokens: int,
         streams_late: float | None,
-        meeting_s: float = 0.0,
     ) -> Choice:
         """`place` computes the prompt, at the price `at_prefill`, for the local way `local` of `decode`. `streams_late`
-        as in `Pricer.judged`; None: broken objectives are not counted. `meeting_s` as in `Pricer.remote`.
+        as in `Pricer.judged`; None: broken objectives are not counted.
         """
-        price = self._pricer.remote(
-            facts, decode, place[0].name, local.price, at_prefill, local.cached_tokens, meeting_s
-        )
+        names = place[0].name, decode[0].name
+        meeting_s = 0.0 if self.pairs.have_met(names) else self._pricer.meeting_s(*names)
+        price = self._pricer.remote(facts, decode, names[0], local.price, at_prefill, local.cached_tokens, meeting_s)
         if streams_late is not None:
             price = self._pricer.judged(facts, decode, price, streams_late)
         candidate = Candidate(
@@ -191,7 +194,8 @@ class Remote:
             price=price,
             reasons=local.reasons,
         )
-        return Choice(candidate, decode, place, at_prefill.comp_s, at_prefill.stall_s)
+        usual_s = self._pricer.usual_pull_s(facts, decode[0], local.cached_tokens)
+        return Choice(candidate, decode, place, at_prefill.comp_s, at_prefill.stall_s, usual_s, meeting_s)
 
 
 def _preferred(choices: list[Choice], names: Sequence[str]) -> list[Choice]:

@@ -131,6 +131,18 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_source: str | None = None
     """A worker said to hold the prompt's beginning (`x-kv-cache-source-host-port`): it is asked for it if it can be."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the engine that gets it first has to tokenise it."""
+        return self.token_source is not TokenSource.GIVEN
+
+    @property
+    def is_text_at_decode(self) -> bool:
+        """Whether the engine that fetches its KV has to, too: the ids go along, but an engine leaves them aside where
+        there are images.
+        """
+        return self.is_text and self.exact_prefix_tokens is not None
+
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Predicted seconds of one choice, by component. `total_s` is what the choice is judged by.
@@ -272,6 +284,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     nixl_bytes: float | None = None
     """KV fetched from others; None for an engine without NIXL."""
     nixl_transfer_s: float | None = None
+    nixl_transfers: float | None = None
+    """In so many transfers; one of several ranks is as many."""
     nixl_failed: float | None = None
     nixl_expired: float | None = None
     """Requests whose KV was held for others until the lease was over."""

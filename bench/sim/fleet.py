@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from bench.engine.request import EngineConfig
 from bench.sim.hardware import Hardware, hardware
 from bench.sim.transfers import NVLINK, Link
@@ -83,7 +85,9 @@ class FleetSpec:
     prior_factor: float = 1.0
     """How many times too slow everybody's cost priors say the servers are."""
     nixl: bool = False
-    """Whether the engines tell of a KV connector, by which those that decode hand prompts over to each other."""
+    """Whether the engines tell of a KV connector, by which those that decode hand prompts over to each other, and the
+    planner knows that two which have not met shake hands first.
+    """
     pd_policy: str = "cost"
     """What a planner is told to do where it is not told otherwise."""
     faults: tuple[Fault, ...] = ()
@@ -93,10 +97,18 @@ class FleetSpec:
     def priors(self) -> Constants:
         first = self.servers[0]
         constants = self.constants or first.hardware.constants(self.link, first.block_size)
+        if not self.nixl:
+            constants = msgspec.structs.replace(constants, first_contact_s=0.0)
         return scaled(constants, self.prior_factor)
 
 
-_NOT_TIMES = ("kv_bytes_per_token", "cpu_tier_bytes_per_s", "disk_tier_bytes_per_s", "expected_output_tokens")
+_NOT_TIMES = (
+    "kv_bytes_per_token",
+    "cpu_tier_bytes_per_s",
+    "disk_tier_bytes_per_s",
+    "pull_bytes_per_s",
+    "expected_output_tokens",
+)
 
 
 def scaled(constants: Constants, factor: float) -> Constants:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -27,7 +28,9 @@ class Hardware:
     max_num_seqs: int = 256
 
     def constants(self, link: Link, block_size: int) -> Constants:
-        """The priors that describe it: what somebody who has measured such a server would configure."""
+        """The priors that describe it: what somebody who has measured such a server would configure. `block_size` is
+        in what a block takes.
+        """
         timing = self.timing
         per_block_s = max(self.kv_bytes_per_token * block_size / link.bytes_per_s, link.per_descriptor_s * self.layers)
         return msgspec.structs.replace(
@@ -45,6 +48,8 @@ class Hardware:
             step_per_stream_s=timing.step_per_seq_s,
             step_per_kv_token_s=timing.step_per_kv_token_s,
             kv_bytes_per_token=self.kv_bytes_per_token,
+            pull_bytes_per_s=math.inf,
+            text_per_token_s=0.0,
         )
 
 

@@ -45,7 +45,10 @@ cell all arms see the same requests, servers, event delays and stale metrics.
   there as a negative control.
 - `aggregated` has the same servers, all of which take whole requests.
 - Each planner begins with the constants of its cell's hardware; what happens when these are wrong, or servers unlike,
-  are the variations. `pd.peers` (prompts fetched from workers that decode) is off: no other rule has it, and in a trial
+  are the variations. Engines shake hands before the first pull of a pair (0.15 s) and queue their pulls; planners are
+  not told of the handshake in these cells (`FleetSpec.nixl` tells them), and learn what queues cost. Prompts come as
+  token ids, so that no engine has text to read. One link joins all servers of a fleet.
+- `pd.peers` (prompts fetched from workers that decode) is off: no other rule has it, and in a trial
   it changed chats and code by less than a per cent (two seeds) and made Mooncake's mean TTFT 5 % longer (one seed).
 - Other routers' rules are written from their publications and sources; where these leave something open, what was
   taken stands in the arm's own text (`bench/sim/arms/`). Traces that are generated are described in

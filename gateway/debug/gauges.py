@@ -294,6 +294,10 @@ _BY_WORKER: dict[str, tuple[str, Callable[[Worker], float]]] = {
     ),
     "engine_running": ("Requests the engine says it runs.", lambda w: _stat(w, "running")),
     "engine_waiting": ("Requests the engine says wait.", lambda w: _stat(w, "waiting")),
+    "learned_pull_scale": (
+        "What priors of pulls to it are multiplied by, because its engine's count of transfers spoke against them.",
+        lambda w: w.pulls.scale,
+    ),
     "engine_kv_usage_ratio": ("Share of KV blocks in use.", lambda w: _stat(w, "kv_usage")),
 }
 

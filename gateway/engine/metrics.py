@@ -29,6 +29,7 @@ _PREFILL_SUM = ("request_prefill_time_seconds_sum",)
 _PREFILL_COUNT = ("request_prefill_time_seconds_count",)
 _NIXL_BYTES = ("nixl_bytes_transferred_sum",)
 _NIXL_SECONDS = ("nixl_xfer_time_seconds_sum",)
+_NIXL_TRANSFERS = ("nixl_xfer_time_seconds_count",)
 _NIXL_FAILED = ("nixl_num_failed_transfers_total",)
 _NIXL_EXPIRED = ("nixl_num_kv_expired_reqs_total",)
 _KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
@@ -93,6 +94,7 @@ def parse_metrics(text: str, scraped_at_s: float) -> Scrape:
         prefill_time_count=_sum(samples, _PREFILL_COUNT),
         nixl_bytes=_sum(samples, _NIXL_BYTES),
         nixl_transfer_s=_sum(samples, _NIXL_SECONDS),
+        nixl_transfers=_sum(samples, _NIXL_TRANSFERS),
         nixl_failed=_sum(samples, _NIXL_FAILED),
         nixl_expired=_sum(samples, _NIXL_EXPIRED),
         process_start_s=max((value for _, value in samples.get(_START, ())), default=None),

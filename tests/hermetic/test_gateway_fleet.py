@@ -223,6 +223,7 @@ METRICS = {
     "index_lookups",
     "index_orphan_blocks",
     "learned_factor",
+    "learned_pull_scale",
     "media_references",
     "overhead_seconds",
     "pd_decisions",

@@ -51,7 +51,7 @@ def test_the_work_from_long_ones() -> None:
 
 
 def test_the_front_end_from_long_ones_that_are_cached() -> None:
-    usual_s = fleet(W("a")).planner.cost.front_s(20_000)
+    usual_s = fleet(W("a")).planner.cost.front_s(20_000, text=True)
     rig = alone(20_000, lambda plan: 3 * usual_s + 0.042, cached=True)
     it = worker(rig)
     assert (it.front_factor, it.floor_factor, it.work_factor) == (pytest.approx(3), 1, 1)

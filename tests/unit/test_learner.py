@@ -37,7 +37,7 @@ def test_the_time_of_a_failed_prefill_is_nobody_elses(local: bool) -> None:
         else:
             other = plan.chosen.prefill[0]
             assert other != failed
-            rig.now_s += plan.chosen.price.front_s / 2 + plan.chosen.price.comp_s
+            rig.now_s += rig.planner.cost.front_s(4000, text=True) + plan.chosen.price.comp_s
             rig.observe(plan, OutcomeKind.PREFILL_DONE)
         rig.observe(plan, OutcomeKind.FIRST_TOKEN)
         rig.observe(plan, OutcomeKind.END)

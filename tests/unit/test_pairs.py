@@ -91,6 +91,29 @@ def test_a_probe_that_ended_without_showing_anything_may_be_repeated() -> None:
     assert pairs.pairs[PD].state(BACKOFF_MIN_S) == "half_open"
 
 
+def test_a_pair_has_met_once_a_handoff_worked_or_while_one_may() -> None:
+    pairs = Pairs()
+    assert not pairs.have_met(PD)
+    pairs.start(PD)
+    assert pairs.have_met(PD), "the handshake is under way"
+    pairs.gave_up(PD)
+    assert not pairs.have_met(PD), "nothing is known of it"
+    pairs.start(PD)
+    pairs.start(PD)
+    pairs.broke(PD, 0.0)
+    assert pairs.have_met(PD), "the other one is under way"
+    pairs.broke(PD, 0.0)
+    pairs.broke(PD, 0.0, "found out after it had been given up")
+    assert not pairs.have_met(PD)
+    pairs.start(PD)
+    pairs.worked(PD)
+    pairs.start(PD)
+    pairs.broke(PD, 0.0)
+    assert pairs.have_met(PD)
+    pairs.forget("p")
+    assert not pairs.have_met(PD), "another process"
+
+
 def test_incompatible_pairs_are_not_tried_until_they_are_no_longer_so() -> None:
     pairs = Pairs()
     pairs.set_incompatible(PD, None)

@@ -68,7 +68,8 @@ def test_its_price_has_what_the_source_and_its_answers_lose() -> None:
     step_s = rig.planner.cost.step_s(10, 400_000)
     assert price.harm_s == pytest.approx(10 * (c.comp_floor_s - step_s))
     assert price.pull_s == pytest.approx(c.pull_base_s + 2500 * c.pull_per_block_s + c.first_contact_s)
-    assert price.front_s == pytest.approx(2 * rig.planner.cost.front_s(40_000))
+    text_s, ids_s = (rig.planner.cost.front_s(40_000, text=text) for text in (True, False))
+    assert price.front_s == pytest.approx(text_s + ids_s)
     assert [booking.stalled_s for booking in source.loads[0].streaming] == [pytest.approx(c.comp_floor_s - step_s)] * 10
     parts = price.front_s + price.wait_s + price.comp_s + price.hop_s + price.pull_s + price.step_s
     assert price.ttft_s == pytest.approx(parts)
@@ -80,6 +81,7 @@ def test_the_handshake_is_paid_once() -> None:
     rig = crowded()
     first = rig.route(TEXT)
     rig.observe(first, OutcomeKind.PREFILL_DONE)
+    rig.observe(first, OutcomeKind.FIRST_TOKEN)
     rig.observe(first, OutcomeKind.END)
     rig.planner.forget_blocks("idle")
     again = rig.planner.explain(rig.facts(TEXT), None, rig.now_s, rig.rng)

@@ -35,7 +35,7 @@ def serve_cold(rig: Rig, n: int, every_s: float, weights: dict[str, float], toke
         worker = plan.chosen.decode[0]
         got[worker] += 1
         took_s = rig.planner.cost.comp_s(tokens, 0, weights[worker])
-        front_s = rig.planner.cost.front_s(tokens)
+        front_s = rig.planner.cost.front_s(tokens, text=True)
         free_s[worker] = max(free_s[worker], now_s + front_s) + took_s
         heapq.heappush(due, (free_s[worker], next(order), OutcomeKind.FIRST_TOKEN, plan))
         heapq.heappush(due, (free_s[worker], next(order), OutcomeKind.END, plan))
