@@ -142,7 +142,7 @@ class Peers:
             return []
         most_s = (1 - GAIN) * min(local.price.total_s for local, _ in locals_)
         takers = list(compress(zip(locals_, late(), strict=True), takes))
-        priced = self._pricer.local(facts, sources, held, now_s)
+        priced = self._pricer.local(facts, sources, held, now_s, waiting=_waiting(*locals_[0]))
         out: list[Choice] = []
         nobodys = facts if facts.slo_tpot_s is None else msgspec.structs.replace(facts, slo_tpot_s=None)
         for place, (at_source, cached) in zip(sources, priced, strict=True):
@@ -222,7 +222,7 @@ class Peers:
         holders = [(name, rank) for rank in worker.loads]
         holder = max(holders, key=lambda each: held.get(each, _NOTHING).reach_tokens)
         place = worker, holder, worker.loads[holder[1]]
-        ((at_source, cached),) = self._pricer.local(facts, [place], held, now_s)
+        ((at_source, cached),) = self._pricer.local(facts, [place], held, now_s, waiting=_waiting(local, decode))
         if worker.publishes_events and facts.tokens is not None and cached - local.cached_tokens < _block(worker):
             return PdReason.SOURCE_HOLDS_NO_MORE
         return self._remote.choice(facts, local, decode, place, at_source, cached, None)
@@ -239,6 +239,15 @@ def _is_fresh(worker: Worker, now_s: float) -> bool:
 
 def _block(worker: Worker) -> int:
     return worker.block_size() or USUAL_BLOCK_SIZE
+
+
+def _waiting(local: Candidate, decode: Place) -> float:
+    """Prompts that wait for each rank of weight 1, as the local way was priced by. A source computes in the same line as
+    who answers: were only those counted that wait at sources, an idle one would seem to hold up nobody by what holds up
+    others when it is computed for its own answer.
+    """
+    comp_s = local.price.comp_s * decode[0].weight
+    return local.price.queue_s / comp_s if comp_s else 0.0
 
 
 def _again_s(price: Price, place: Place) -> float:

@@ -56,17 +56,22 @@ class Pricer:
         now_s: float,
         *,
         out_tokens: float = 0.0,
+        waiting: float | None = None,
     ) -> list[tuple[Price, int]]:
         """For each place: (price of the whole request there, tokens that need not be computed). Without `out_tokens`
-        only the prompt is priced. Computing is shared by the prompts that wait at any of the places, so that each
-        second of it is a second to so many. Broken objectives are not in it: see `judged`.
+        only the prompt is priced. Computing is shared by the prompts that wait at any of the places (or `waiting` of them
+        for each rank of weight 1, where the places are not all that could take them), so that each second of it is a
+        second to so many. Broken objectives are not in it: see `judged`.
         """
         c, resident_blocks = self.cost.constants, self._index.resident_blocks
         n = facts.prompt_tokens
         squared = n * n
         slo_ttft_s = facts.slo_ttft_s
         usual_front_s = self.cost.front_s(n, text=facts.is_text)
-        waiting = _prompts_waiting(places) if facts.slo_ttft_s is None else 0.0
+        if facts.slo_ttft_s is not None:
+            waiting = 0.0
+        elif waiting is None:
+            waiting = _prompts_waiting(places)
         fixed_s, per_stream_s, per_kv_token_s = c.step_base_s, c.step_per_stream_s, c.step_per_kv_token_s
         priced: list[tuple[Price, int]] = []
         # For every worker and request: the formulas of CostModel are written out, as calls would take as long again.

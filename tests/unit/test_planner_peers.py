@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from scorer.ledger import Booking
+from scorer.ledger import Booking, Load
 from scorer.pairs import FAILURES
 from scorer.peers import GAIN, SOURCES
 from scorer.types import OutcomeKind, PdReason, Role
@@ -88,6 +88,24 @@ def test_the_handshake_is_paid_once() -> None:
     assert again.choice == "peer"
     c = rig.planner.cost.constants
     assert first.chosen.price.pull_s - again.chosen.price.pull_s == pytest.approx(c.first_contact_s)
+
+
+def test_a_source_holds_up_those_who_wait_anywhere_as_its_own_answer_would() -> None:
+    """Other workers have a queue, and no answers run. What the source computes, it computes for nobody cheaper than for
+    itself: another's answer only adds the pull.
+    """
+    rig = fleet(BUSY, IDLE, *(replace(IDLE, name=f"other{i}") for i in range(4)), pd_policy="cost")
+    rig.hold("busy", TEXT[:20_000])
+    for i in range(12):
+        plan = rig.route(prompt(30_000, seed=10 + i), max_output_tokens=1)
+        assert plan.chosen.prefill is None
+    for name in ("busy", "idle"):
+        rig.planner.fleet.workers[name].loads = {0: Load()}
+    found = rig.planner.explain(rig.facts(TEXT, max_output_tokens=1), None, rig.now_s, rig.rng)
+    local = found.chosen
+    assert (local.decode, local.prefill) == (("busy", 0), None)
+    assert local.price.queue_s > local.price.comp_s, "others wait"
+    assert not any(each.peer for each in found.considered)
 
 
 def test_objectives_broken_at_the_source_count() -> None:
