@@ -242,9 +242,9 @@ def _block(worker: Worker) -> int:
 
 
 def _waiting(local: Candidate, decode: Place) -> float:
-    """Prompts that wait for each rank of weight 1, as the local way was priced by. A source computes in the same line as
-    who answers: were only those counted that wait at sources, an idle one would seem to hold up nobody by what holds up
-    others when it is computed for its own answer.
+    """Prompts that wait for each rank of weight 1, as the local way was priced by. A source computes in the line of all
+    that answer: were only those counted that wait at sources, an idle one would seem to hold up nobody by what holds
+    others up when it is computed for its own answer.
     """
     comp_s = local.price.comp_s * decode[0].weight
     return local.price.queue_s / comp_s if comp_s else 0.0

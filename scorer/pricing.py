@@ -59,9 +59,9 @@ class Pricer:
         waiting: float | None = None,
     ) -> list[tuple[Price, int]]:
         """For each place: (price of the whole request there, tokens that need not be computed). Without `out_tokens`
-        only the prompt is priced. Computing is shared by the prompts that wait at any of the places (or `waiting` of them
-        for each rank of weight 1, where the places are not all that could take them), so that each second of it is a
-        second to so many. Broken objectives are not in it: see `judged`.
+        only the prompt is priced. Computing is shared by the prompts that wait at any of the places (or `waiting` for
+        each rank of weight 1, where the places are not all that could take them), so that each second of it is a second
+        to so many. Broken objectives are not in it: see `judged`.
         """
         c, resident_blocks = self.cost.constants, self._index.resident_blocks
         n = facts.prompt_tokens

@@ -41,16 +41,16 @@ cell all arms see the same requests, servers, event delays and stale metrics.
 - `clairvoyant` knows every engine's queue and cache and how long answers will be, and takes the best place for each
   request as it comes; it looks no further, so the regret against it (its SLO attainment less the arm's; the arm's mean
   E2E over its own, less one) may be negative; in batches that all come at once it is no better than round-robin.
-  `least-load` is shown in every cell of the full form. `longest-prefix` follows the cache whatever the load and is
+  `least-load` is shown in every cell. `longest-prefix` follows the cache whatever the load and is
   there as a negative control.
 - `aggregated` has the same servers, all of which take whole requests.
 - Each planner begins with the constants of its cell's hardware; what happens when these are wrong, or servers unlike,
   are the variations. Engines shake hands before the first pull of a pair (0.15 s) and queue their pulls; planners are
   not told of the handshake in these cells (`FleetSpec.nixl` tells them), and learn what queues cost. Prompts come as
   token ids, so that no engine has text to read. One link joins all servers of a fleet.
-- `pd.peers` (prompts fetched from workers that decode) is off: no other rule has it. With it, over three seeds: Mooncake
-  is the same to the last digit (nothing pays to be fetched there), SLO attainment goes from 0.955 to 0.959 in chat 4/s
-  and from 0.875 to 0.893 in code 0.2/s, from 0.989 to 0.986 in chat 2/s, within what seeds differ by.
+- `pd.peers` (prompts fetched from workers that decode) is off: no other rule has it. With it, over three seeds,
+  Mooncake is the same to the last digit (nothing pays to be fetched there), and SLO attainment goes from 0.955 to 0.959
+  in chat 4/s, from 0.989 to 0.986 in chat 2/s and from 0.875 to 0.893 in code 0.2/s, within what seeds differ by.
 - Other routers' rules are written from their publications and sources; where these leave something open, what was
   taken stands in the arm's own text (`bench/sim/arms/`). Traces that are generated are described in
   `bench/sim/workloads/traces.py`."""

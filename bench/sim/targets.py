@@ -1,6 +1,7 @@
 """`python -m bench trace targets`: the numbers this project sets itself, measured in simulated time.
 
-Every target has a goal that does not depend on how the run comes out; one that is missed is reported like the others.
+By default with the strongest arms, least-load, and one seed; more where one would not decide (`Cell.seeds`). Every
+target has a goal that does not depend on how the run comes out; one that is missed is reported like the others.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ GROUPS: dict[str, Callable[[Sweep, Traces], Iterator[Target]]] = {
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0 whether or not they are met, 130 when stopped."""
     parser = argparse.ArgumentParser(prog="python -m bench trace targets", description=__doc__.splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="all arms and seeds (hours), not the strongest and few")
+    parser.add_argument("--full", action="store_true", help="all arms and seeds: hours, not a quarter of one")
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--only", metavar="N,..", default=",".join(GROUPS), help="these targets (1 to 7)")
     parser.add_argument("--jobs", type=int, metavar="N", default=cores(), help="processes (default: as many as CPUs)")
@@ -264,16 +265,17 @@ def _judge(options: argparse.Namespace, chosen: Sequence[str]) -> int:
 
 
 def _ask(group: Callable[[Sweep, Traces], Iterator[Target]], sweep: Ahead, traces: Traces) -> list[Target]:
-    """A group's targets; in full also what the tables show: all arms where arms are compared, else the plainest two."""
+    """A group's targets; also what the tables show. In full all arms where arms are compared, else the plainest two; by
+    default the plainest where arms are compared.
+    """
     found = [explained(target) for target in group(sweep, traces)]
-    if sweep.full:
-        tabled = {cell.name for cell in grid.all_cells(traces)}
-        calls = [
-            partial(sweep.need, cell, sweep.arms(cell) if name in tabled else CONTROLS)
-            for name, cell in list(sweep.asked.items())
-            if name in tabled or OURS in sweep.run_arms(cell)
-        ]
-        sweep.each(calls)
+    tabled = {cell.name for cell in grid.all_cells(traces)}
+    shown = [
+        (cell, sweep.arms(cell) if name in tabled else CONTROLS) if sweep.full else (cell, CONTROLS[:1])
+        for name, cell in list(sweep.asked.items())
+        if name in tabled or (sweep.full and OURS in sweep.run_arms(cell))
+    ]
+    sweep.each(partial(sweep.need, cell, names) for cell, names in shown)
     return found
 
 

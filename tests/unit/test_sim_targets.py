@@ -101,6 +101,7 @@ def test_targets_end_in_one_json_line(
     assert [line[:4] for line in lines[:2]] == ["met " if each["met"] else "MISS" for each in found]
     text = page.read_text()
     assert "| always-remote |" in text
+    assert "| least-load |" in text
     assert found[0]["name"] in text
 
 
@@ -109,6 +110,15 @@ def _with_turns() -> grid.Cell:
     return grid.Cell(
         "a few chats", cell.spec, lambda seed: grid.Sessions(seed, grid.CHAT, rate=1.0, duration_s=3.0), ("warmroute",)
     )
+
+
+def test_least_load_is_shown_wherever_arms_are_compared() -> None:
+    cells = grid.all_cells(grid.Traces())
+    assert all("least-load" in cell.all_arms for cell in cells)
+    assert "least-load" in grid.SPLIT
+    assert {cell.name: cell.seeds for cell in cells if cell.seeds > 1} == {
+        "chat 4/s": 3, "code 0.2/s": 3, "code 0.25/s": 6,
+    }  # fmt: skip
 
 
 def test_an_unknown_target_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
