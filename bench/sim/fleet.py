@@ -88,6 +88,8 @@ class FleetSpec:
     """Whether the engines tell of a KV connector, by which those that decode hand prompts over to each other, and the
     planner knows that two which have not met shake hands first.
     """
+    whole_kv: bool = False
+    """Whether all of a prompt's KV is moved, also what the decode engine holds already; NIXL moves what is missing."""
     pd_policy: str = "cost"
     """What a planner is told to do where it is not told otherwise."""
     faults: tuple[Fault, ...] = ()

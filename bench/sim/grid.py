@@ -177,11 +177,14 @@ def _ppd_chat(rng: random.Random) -> Chat:
     return Chat(first_tokens=first, turn_tokens=asked, turns=2, output_tokens=answered, think_s=2.0)
 
 
-def appends() -> Cell:
-    """PPD's second turns on 2P+2D, Llama-3.1-8B on one H100 each."""
+def appends(*, whole_kv: bool = False) -> Cell:
+    """PPD's second turns on 2P+2D, Llama-3.1-8B on one H100 each; with NIXL, or as in its publication with a connector
+    that moves the whole prompt's KV each turn.
+    """
+    spec = FleetSpec(servers("h100-llama3-8b", prefill=2, decode=2), link=RDMA_40GB, pd_policy=PD_POLICY)
     return Cell(
-        "append prefill",
-        FleetSpec(servers("h100-llama3-8b", prefill=2, decode=2), link=RDMA_40GB, pd_policy=PD_POLICY),
+        "append prefill, whole KV moved" if whole_kv else "append prefill",
+        replace(spec, whole_kv=whole_kv),
         lambda seed: Sessions(seed, _ppd_chat, rate=4.0, duration_s=240.0),
         ("warmroute", "clairvoyant", "local", "always-remote", "ppd", "edpp"),
         SPLIT_ALL,
@@ -283,5 +286,6 @@ def all_cells(traces: Traces) -> list[Cell]:
         *(sessions("code", CODE, rate) for rate in CODE_RATES),
         *(mixed(rate) for rate in MIXED_RATES),
         appends(),
+        appends(whole_kv=True),
         *(hot(kind) for kind in ("balanced", "hotspot", "shift", "restart", "loss")),
     ]

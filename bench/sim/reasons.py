@@ -29,4 +29,9 @@ WHY: Final[dict[str, str]] = {
         " difference, since the same turns end as early either way (mean E2E as ppd's, TPOT half a per cent better),"
         " and it sends many of them away, which take as long as always-remote's"
     ),
+    "4 append prefill, whole KV moved, TTFT": (
+        "the goal was published for a connector that moves the whole prompt's KV each turn; at 40 GB/s that is 4 of"
+        " always-remote's 67 ms, and the best arms get to 0.44 instead of 0.47 (aggregated, ppd, local): what else its"
+        " always-remote took so long for was not published"
+    ),
 }

@@ -201,13 +201,14 @@ class World:
         if source is None or source.dead or self.clock.now_s >= flight.lease_s:
             self.clock.at(self.clock.now_s, lambda: self._pulled(flight, engine, ok=False))
             return 0.0
-        hw = self._servers[engine.name].hardware
+        server = self._servers[engine.name]
+        hw = server.hardware
+        tokens, blocks = pull.num_tokens, pull.num_blocks
+        if self.spec.whole_kv:
+            tokens = flight.request.prompt_tokens
+            blocks = -(-tokens // server.block_size)
         moved = self.transfers.begin(
-            source.name,
-            engine.name,
-            pull.num_tokens * hw.kv_bytes_per_token,
-            pull.num_blocks * hw.layers,
-            self.clock.now_s,
+            source.name, engine.name, tokens * hw.kv_bytes_per_token, blocks * hw.layers, self.clock.now_s
         )
         self.clock.at(moved.done_s, lambda: self._pulled(flight, engine, ok=True))
         return moved.post_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,24 +92,28 @@ def test_goals_do_not_bend() -> None:
 def test_targets_end_in_one_json_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(grid, "appends", lambda: _with_turns())
+    monkeypatch.setattr(grid, "appends", lambda whole_kv=False: _with_turns(whole_kv))
     monkeypatch.setattr(targets, "judged", lambda jobs: [])
     page = tmp_path / "tables.md"
     assert targets.main(["--only", "4", "--json", "--markdown", str(page)]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)["targets"]
-    assert [set(each) >= {"name", "goal", "measured", "met"} for each in found] == [True, True]
-    assert [line[:4] for line in lines[:2]] == ["met " if each["met"] else "MISS" for each in found]
+    assert [set(each) >= {"name", "goal", "measured", "met"} for each in found] == [True] * 4
+    assert [line[:4] for line in lines[:4]] == ["met " if each["met"] else "MISS" for each in found]
     text = page.read_text()
     assert "| always-remote |" in text
     assert "| least-load |" in text
     assert found[0]["name"] in text
 
 
-def _with_turns() -> grid.Cell:
+def _with_turns(whole_kv: bool) -> grid.Cell:
     cell = grid.sessions("chat", grid.CHAT, 1.0)
+    spec = replace(cell.spec, whole_kv=whole_kv)
     return grid.Cell(
-        "a few chats", cell.spec, lambda seed: grid.Sessions(seed, grid.CHAT, rate=1.0, duration_s=3.0), ("warmroute",)
+        f"a few chats {whole_kv}",
+        spec,
+        lambda seed: grid.Sessions(seed, grid.CHAT, rate=1.0, duration_s=3.0),
+        ("warmroute",),
     )
 
 

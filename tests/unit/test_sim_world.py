@@ -202,6 +202,16 @@ def test_events_lag_behind_and_optimistic_blocks_fill_in() -> None:
     assert found == [(0, 0), (0, 6464), (6464, 6464)]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_connector_may_move_all_of_the_prompt_or_what_is_missing(whole: bool) -> None:
+    """The decode engine holds the first 6400 of 6500 tokens."""
+    spec = FleetSpec(servers("h200-7b", prefill=1, decode=1), whole_kv=whole)
+    lines = [Line(0.0, ((5, 6400), (7, 100)), "d0"), Line(5.0, ((5, 6400), (9, 100)), "d0", "p0")]
+    run = play(spec, lines)
+    assert run.transfers.bytes == (6500 if whole else 100) * hardware("h200-7b").kv_bytes_per_token
+    assert run.records[1].cached_tokens == 6400
+
+
 @pytest.mark.parametrize("name", sorted(HARDWARE))
 def test_priors_describe_the_hardware(name: str) -> None:
     hw = hardware(name)
