@@ -47,7 +47,8 @@ cell all arms see the same requests, servers, event delays and stale metrics.
 - Each planner begins with the constants of its cell's hardware; what happens when these are wrong, or servers unlike,
   are the variations. Engines shake hands before the first pull of a pair (0.15 s) and queue their pulls; planners are
   not told of the handshake in these cells (`FleetSpec.nixl` tells them), and learn what queues cost. Prompts come as
-  token ids, so that no engine has text to read. One link joins all servers of a fleet.
+  token ids, so that no engine has text to read. One link joins all servers of a fleet
+  (`FleetSpec.links` gives a pair its own: a slow one is learned and avoided, `tests/unit/test_sim_links.py`).
 - `pd.peers` (prompts fetched from workers that decode) is off: no other rule has it. With it, over three seeds,
   Mooncake is the same to the last digit (nothing pays to be fetched there), and SLO attainment goes from 0.955 to 0.959
   in chat 4/s, from 0.989 to 0.986 in chat 2/s and from 0.875 to 0.893 in code 0.2/s, within what seeds differ by.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,23 +52,29 @@ class Pulling(NamedTuple):
 class Transfers:
     """All pulls of a fleet. Those of one decode engine come one after the other."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, link: Link, links: Mapping[tuple[str, str], Link] | None = None) -> None:
+        """`links`: those of pairs (prefill, decode) that have one of their own."""
+        self._link = link
+        self._links = links or {}
         self.bytes = 0.0
         self.busy_s = 0.0
         self._free_at_s: dict[str, float] = {}
         self._met: set[tuple[str, str]] = set()
 
+    def link(self, prefill: str, decode: str) -> Link:
+        return self._links.get((prefill, decode), self._link)
+
     def begin(self, prefill: str, decode: str, n_bytes: float, descriptors: int, now_s: float) -> Pulling:
+        link = self.link(prefill, decode)
         start_s = max(now_s, self._free_at_s.get(decode, 0.0))
         if (prefill, decode) not in self._met:
             self._met.add((prefill, decode))
-            start_s += self.link.first_contact_s
-        took_s = self.link.transfer_s(n_bytes, descriptors)
+            start_s += link.first_contact_s
+        took_s = link.transfer_s(n_bytes, descriptors)
         self._free_at_s[decode] = start_s + took_s
         self.bytes += n_bytes
         self.busy_s += took_s
-        return Pulling(start_s + took_s, self.link.post_s(descriptors))
+        return Pulling(start_s + took_s, link.post_s(descriptors))
 
     def forget(self, worker: str) -> None:
         """It is a new process: everybody has to meet it again, and nothing is on its way to it."""

@@ -41,7 +41,7 @@ class World:
         self.clock = Clock()
         self.fleet = Fleet()
         self.index = PrefixIndex()
-        self.transfers = Transfers(spec.link)
+        self.transfers = Transfers(spec.link, {(prefill, decode): link for prefill, decode, link in spec.links})
         self.records: list[Record] = []
         self._workload = workload
         self._seed = seed
@@ -333,4 +333,4 @@ class World:
         server = self._servers[decode]
         blocks = -(-tokens // server.block_size)
         hw = server.hardware
-        return self.spec.link.transfer_s(tokens * hw.kv_bytes_per_token, blocks * hw.layers)
+        return self.transfers.link(prefill, decode).transfer_s(tokens * hw.kv_bytes_per_token, blocks * hw.layers)
