@@ -157,16 +157,16 @@ class Pricer:
         prefill: str,
         at_decode: Price,
         at_prefill: Price,
-        held_tokens: int,
-        meeting_s: float = 0.0,
+        usual_pull_s: float,
+        meeting_s: float,
     ) -> Price:
-        """The prompt computed by `prefill`, at whose price that is `at_prefill`, and its KV pulled to `decode`, which
-        holds `held_tokens` of it; `meeting_s` (as learned) before the pull, they shake hands.
+        """The prompt computed by `prefill`, at whose price that is `at_prefill`, and its KV pulled to `decode`:
+        `usual_pull_s(...)` by the constants, after a handshake of `meeting_s` (as learned).
         """
         worker, _, load = decode
         c = self.cost.constants
         factor = self._calibration.value(Part.PULL, pair_name(prefill, worker.name))
-        pull_s = meeting_s + factor * worker.pulls.scale * self.usual_pull_s(facts, worker, held_tokens)
+        pull_s = meeting_s + factor * worker.pulls.scale * usual_pull_s
         front_s = at_decode.front_s
         if facts.is_text and not facts.is_text_at_decode:
             front_s = worker.front_factor * self.cost.front_s(facts.prompt_tokens)

@@ -179,7 +179,8 @@ class Remote:
         """
         names = place[0].name, decode[0].name
         meeting_s = 0.0 if self.pairs.have_met(names) else self._pricer.meeting_s(*names)
-        price = self._pricer.remote(facts, decode, names[0], local.price, at_prefill, local.cached_tokens, meeting_s)
+        usual_s = self._pricer.usual_pull_s(facts, decode[0], local.cached_tokens)
+        price = self._pricer.remote(facts, decode, names[0], local.price, at_prefill, usual_s, meeting_s)
         if streams_late is not None:
             price = self._pricer.judged(facts, decode, price, streams_late)
         candidate = Candidate(
@@ -194,7 +195,6 @@ class Remote:
             price=price,
             reasons=local.reasons,
         )
-        usual_s = self._pricer.usual_pull_s(facts, decode[0], local.cached_tokens)
         return Choice(candidate, decode, place, at_prefill.comp_s, at_prefill.stall_s, usual_s, meeting_s)
 
 

@@ -85,20 +85,22 @@ def cheapest_peer_s(rig: Rig, n_tokens: int, out_tokens: int) -> float | None:
     c = rig.planner.cost.constants
     held = rig.index.match(Prompt(facts.tokens or b""), model="m")
     places = {holder: (fleet_.workers[holder[0]], holder, fleet_.workers[holder[0]].loads[0]) for holder in locals_}
+    by_themselves = dict(zip(places, pricer.local(facts, list(places.values()), held, rig.now_s), strict=True))
     best: float | None = None
     for source, place in places.items():
         for decode, local in locals_.items():
             taker = places[decode]
             if source == decode or source not in held or not (hands_over(place[0]) and hands_over(taker[0])):
                 continue
-            ((there, cached),) = pricer.local(facts, [place], held, rig.now_s)
+            there, cached = by_themselves[source]
             if cached - local.cached_tokens < BLOCK or there.adm_s or local.price.adm_s:
                 continue
-            price = pricer.remote(facts, taker, source[0], local.price, there, local.cached_tokens)
+            usual_s = pricer.usual_pull_s(facts, taker[0], local.cached_tokens)
+            price = pricer.remote(facts, taker, source[0], local.price, there, usual_s, c.first_contact_s)
             price = pricer.judged(facts, taker, price)
             broken_s = VIOLATION_S * pricer.streams_late(facts, place, there.stall_s)
             again_s = local.price.displaced_s * taker[2].streams + there.displaced_s * place[2].streams
-            total_s = price.total_s + broken_s + again_s + c.first_contact_s
+            total_s = price.total_s + broken_s + again_s
             best = total_s if best is None else min(best, total_s)
     return best
 
