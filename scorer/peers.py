@@ -144,6 +144,7 @@ class Peers:
         takers = list(compress(zip(locals_, late(), strict=True), takes))
         priced = self._pricer.local(facts, sources, held, now_s, waiting=_waiting(*locals_[0]))
         out: list[Choice] = []
+        handshake_s = self._pricer.handshake_s()
         nobodys = facts if facts.slo_tpot_s is None else msgspec.structs.replace(facts, slo_tpot_s=None)
         for place, (at_source, cached) in zip(sources, priced, strict=True):
             if at_source.adm_s:
@@ -157,7 +158,7 @@ class Peers:
                 least_s = at_source.total_s + local.price.decode_s + local.price.displaced_s + viol_s + again_s
                 if least_s >= most_s or not self._pairs.allows(names, now_s):
                     continue
-                choice = self._remote.choice(facts, local, decode, place, at_source, cached, streams_late)
+                choice = self._remote.choice(facts, local, decode, place, at_source, cached, streams_late, handshake_s)
                 choice = _dearer(choice, viol_s, again_s)
                 if choice.candidate.price.total_s < most_s:
                     out.append(choice)
@@ -225,7 +226,7 @@ class Peers:
         ((at_source, cached),) = self._pricer.local(facts, [place], held, now_s, waiting=_waiting(local, decode))
         if worker.publishes_events and facts.tokens is not None and cached - local.cached_tokens < _block(worker):
             return PdReason.SOURCE_HOLDS_NO_MORE
-        return self._remote.choice(facts, local, decode, place, at_source, cached, None)
+        return self._remote.choice(facts, local, decode, place, at_source, cached, None, self._pricer.handshake_s())
 
 
 def _is_there(worker: Worker, facts: RequestFacts, available: Collection[str] | None) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 
 from indexer import Holder, Match, PrefixIndex
 from scorer.answers import Answer
-from scorer.calibrate import Calibration, Part
+from scorer.calibrate import FLEET, Calibration, Part
 from scorer.cost import CostModel
 from scorer.fleet import STALE_S, Worker
 from scorer.ledger import Load
@@ -203,10 +203,9 @@ class Pricer:
         blocks = -(-(facts.prompt_tokens - held_tokens) // block_size)
         return self.cost.pull_s(blocks, block_size)
 
-    def meeting_s(self, prefill: str, decode: str) -> float:
-        """The handshake of two that have not met."""
-        factor = self._calibration.value(Part.MEETING, pair_name(prefill, decode))
-        return factor * self.cost.constants.first_contact_s
+    def handshake_s(self) -> float:
+        """That of two that have not met: as a pair has one, what is learned of all is used."""
+        return self._calibration.value(Part.MEETING, FLEET) * self.cost.constants.first_contact_s
 
     def judged(self, facts: RequestFacts, decode: Place, price: Price, streams_late: float | None = None) -> Price:
         """The price with what it costs that objectives are broken: never less than without. `streams_late` is

@@ -128,6 +128,7 @@ class Remote:
         priced = [
             (place, *each) for place, each in zip(places, self._pricer.local(facts, places, held, now_s), strict=True)
         ]
+        handshake_s = self._pricer.handshake_s()
         streams_late: Sequence[float | None] = [None] * len(locals_)
         if late is not None:
             priced = sorted(priced, key=lambda each: each[1].total_s)[:BEST]
@@ -138,7 +139,7 @@ class Remote:
             for (local, decode), each_late in zip(locals_, streams_late, strict=True):
                 names = (place[0].name, decode[0].name)
                 if self.pairs.allows(names, now_s):
-                    out.append(self.choice(facts, local, decode, place, price, cached, each_late))
+                    out.append(self.choice(facts, local, decode, place, price, cached, each_late, handshake_s))
                 elif why is not PdReason.PAIR_BROKEN:
                     why = self.barred(names)
         return out, None if out else why
@@ -173,12 +174,13 @@ class Remote:
         at_prefill: Price,
         cached_tokens: int,
         streams_late: float | None,
+        handshake_s: float,
     ) -> Choice:
         """`place` computes the prompt, at the price `at_prefill`, for the local way `local` of `decode`. `streams_late`
-        as in `Pricer.judged`; None: broken objectives are not counted.
+        as in `Pricer.judged`; None: broken objectives are not counted. `handshake_s`: `Pricer.handshake_s()`.
         """
         names = place[0].name, decode[0].name
-        meeting_s = 0.0 if self.pairs.have_met(names) else self._pricer.meeting_s(*names)
+        meeting_s = 0.0 if self.pairs.have_met(names) else handshake_s
         usual_s = self._pricer.usual_pull_s(facts, decode[0], local.cached_tokens)
         price = self._pricer.remote(facts, decode, names[0], local.price, at_prefill, usual_s, meeting_s)
         if streams_late is not None:

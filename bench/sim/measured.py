@@ -59,19 +59,25 @@ AGED_TTFT: Final = {2048: (97, 34), 8192: (299, 56), 32_768: (1536, 169)}
 """Prompt tokens -> remote (TTFT, decode leg) with caches that have been in use."""
 
 MIXED: Final = {
-    (3, "agg"): (56, 268, 5.5, 48, 9.9, 1.0),
-    (3, "disagg"): (103, 467, 5.5, 19, 6.7, 68 / 69),
-    (3, "cond"): (62, 469, 5.5, 29, 6.9, 1.0),
-    (6, "agg"): (62, 280, 5.6, 56, 12.7, 1.0),
-    (6, "disagg"): (143, 364, 5.7, 20, 6.4, 1.0),
-    (6, "cond"): (59, 371, 5.9, 43, 8.5, 1.0),
-    (9, "agg"): (56, 315, 6.6, 182, 20.7, 160 / 177),
-    (9, "disagg"): (708, 1157, 6.5, 24, 7.5, 94 / 177),
-    (9, "cond"): (60, 907, 6.7, 44, 10.2, 151 / 177),
+    (3, "agg"): (56, 389, 268, 447, 5.5, 48, 9.9, 1.0),
+    (3, "disagg"): (103, 907, 467, 957, 5.5, 19, 6.7, 68 / 69),
+    (3, "cond"): (62, 103, 469, 948, 5.5, 29, 6.9, 1.0),
+    (6, "agg"): (62, 276, 280, 425, 5.6, 56, 12.7, 1.0),
+    (6, "disagg"): (143, 505, 364, 851, 5.7, 20, 6.4, 1.0),
+    (6, "cond"): (59, 98, 371, 831, 5.9, 43, 8.5, 1.0),
+    (9, "agg"): (56, 345, 315, 595, 6.6, 182, 20.7, 160 / 177),
+    (9, "disagg"): (708, 1471, 1157, 1724, 6.5, 24, 7.5, 94 / 177),
+    (9, "cond"): (60, 105, 907, 1523, 6.7, 44, 10.2, 151 / 177),
 }
-"""(requests a second, policy) -> TTFT p50 of short and of long prompts, ITL p50 and p99, TPOT p95, share that met 1 s
-and 20 ms; 1P1D, one run of about 20 s each.
+"""(requests a second, policy) -> TTFT p50 and p95 of short and of long prompts, ITL p50 and p99, TPOT p95, share that
+met 1 s and 20 ms; 1P1D, one run of about 20 s each.
 """
+
+NOT_SIMULATED: Final = (
+    "mixed load, 1P2D at 4/s (3 rows): both decode servers shared one GPU, which doubled their steps (ITL p50 10.4 to"
+    " 13.1 ms; 5.5 at 1P1D); each simulated engine has a GPU of its own",
+)
+"""Of the tables compared, what the simulator has nothing to compare with, and why."""
 
 MIXED_REQUESTS: Final = {3: 69, 6: 109, 9: 177}
 """Requests a second -> how many came, the same for all three policies: they had the same requests."""

@@ -23,7 +23,9 @@ from bench.sim.workloads.generated import Mixed
 from bench.sim.world import World
 
 DRAWS: Final = 150
-NAMES: Final = ("TTFT p50 short", "TTFT p50 long", "ITL p50", "ITL p99", "TPOT p95", "SLO met")
+NAMES: Final = (
+    "TTFT p50 short", "TTFT p95 short", "TTFT p50 long", "TTFT p95 long", "ITL p50", "ITL p99", "TPOT p95", "SLO met",
+)  # fmt: skip
 _ARMS: Final = {"agg": "round-robin", "disagg": "always-remote", "cond": "threshold-1024"}
 _LONG_TOKENS: Final = 9000
 """The mean of the long prompts."""
@@ -48,8 +50,9 @@ def draw(rate: int, policy: str, seed: int) -> Drawn:
     spec = FleetSpec(servers("h200-7b", both=0 if apart else 2, prefill=int(apart), decode=int(apart)))
     records = World(spec, arm(_ARMS[policy]), Mixed(seed, rate=rate), seed=seed).run().records
     ttfts = [
-        1000 * percentile(sorted(record.ttft_s for record in records if record.group == group), 0.5)
+        1000 * percentile(sorted(record.ttft_s for record in records if record.group == group), share)
         for group in ("short", "long")
+        for share in (0.5, 0.95)
     ]
     p50, p99 = (1000 * gap for gap in gap_percentiles(records, (0.5, 0.99)))
     tpot = 1000 * percentile(sorted(record.tpot_s for record in records), 0.95)
