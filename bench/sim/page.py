@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from bench.sim.figure import Judged
 from bench.sim.grid import Traces, all_cells
+from bench.sim.measured import NOT_SIMULATED
 from bench.sim.sweep import Sweep
 from bench.sim.tables import arms_table, cells_table, summary_table, table
 
@@ -161,6 +162,9 @@ def _validation(tables: Sequence[Judged]) -> Iterator[str]:
     yield f"be 15 % off, a p95 or p99 30 %. Of {len(figures)} figures {close} are within that; of the others"
     yield f"{explained} are explained by what the command itself computes, {len(figures) - close - explained} are not."
     yield ""
+    for text in NOT_SIMULATED:
+        yield f"Not compared: {text}."
+        yield ""
     rows = (
         [
             name, it.row, it.column, f"{it.measured:.4g}", f"{it.simulated:.4g}", f"{it.deviation:+.1%}",

@@ -16,6 +16,7 @@ from typing import Any
 from bench.sim import against
 from bench.sim.figure import Figure, Judged, Table
 from bench.sim.jobs import Jobs, cores
+from bench.sim.measured import NOT_SIMULATED
 from bench.sim.mixed_load import mixed
 
 
@@ -72,6 +73,8 @@ def main(args: Sequence[str]) -> int:
                 print(_line(figure), flush=True)
     figures = [figure for table in out for figure in table.figures]
     close, explained, unexplained = (sum(getattr(each, key) for each in out) for key in _COUNTED)
+    for text in NOT_SIMULATED:
+        print(f"\nnot compared: {text}")
     print(f"\n{close} of {len(figures)} within tolerance, {explained} explained, {unexplained} unexplained")
     if options.json:
         share = close / len(figures) if figures else 1.0
@@ -79,7 +82,8 @@ def main(args: Sequence[str]) -> int:
             {"name": "within tolerance, share", "goal": ">= 0.9", "measured": round(share, 4), "met": share >= 0.9},
             {"name": "off and unexplained", "goal": "<= 0", "measured": unexplained, "met": not unexplained},
         ]
-        print(json.dumps({"tables": [_told(table) for table in out], "targets": targets}))
+        tables = [_told(table) for table in out]
+        print(json.dumps({"tables": tables, "not_compared": NOT_SIMULATED, "targets": targets}))
     return 1 if unexplained else 0
 
 

@@ -72,11 +72,11 @@ def test_rarity_is_two_sided_and_never_nought() -> None:
 def test_a_measurement_no_draw_comes_near_is_not_explained_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "MIXED_REQUESTS", {3: 69})
     rows = {key: list(row) for key, row in measured.MIXED.items() if key[0] == 3}
-    rows[3, "agg"][1] = 2000
+    rows[3, "agg"][2] = 2000
     monkeypatch.setattr(measured, "MIXED", rows)
     with Jobs(1) as jobs:
         found = {(it.row, it.column): it for it in mixed(jobs, draws=12)}
-    assert len(found) == 18
+    assert len(found) == 24
     assert found["3/s agg", "TTFT p50 long"].unexplained
     assert found["3/s agg", "TTFT p50 short"].close
     assert all(it.interval is not None and it.interval[0] <= it.simulated <= it.interval[1] for it in found.values())
@@ -95,6 +95,8 @@ def test_the_command_counts_and_fails_by_what_is_unexplained(
     *lines, last = capsys.readouterr().out.splitlines()
     assert "1 of 2 within tolerance, 1 explained, 0 unexplained" in lines
     assert any("explained: so it is" in line for line in lines)
+    assert any(line.startswith("not compared: mixed load, 1P2D at 4/s") for line in lines)
+    assert json.loads(last)["not_compared"] == list(measured.NOT_SIMULATED)
     assert [each["met"] for each in json.loads(last)["targets"]] == [False, True]
     figures.append(Figure("r", "strange", 10, 20, 0.15))
     assert validate.main(["--json", "--jobs", "1"]) == 1
