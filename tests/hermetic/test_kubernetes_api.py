@@ -92,7 +92,7 @@ async def test_watch_lines_of_any_length() -> None:
         assert [len(line) > 1 << 20 for line in lines[1:4]] == [False, True, False]
 
 
-async def test_a_watch_that_says_nothing_is_given_up() -> None:
+async def test_a_watch_that_does_not_end_is_given_up() -> None:
     async with KubeServer() as kube, api_of(Access(server=kube.url)) as api:
         params = {"watch": "true", "resourceVersion": "1000", "timeoutSeconds": "60"}
 
@@ -103,3 +103,15 @@ async def test_a_watch_that_says_nothing_is_given_up() -> None:
 
         with pytest.raises(Unreachable):
             await asyncio.wait_for(follow(), 5)
+
+
+async def test_a_token_that_fits_into_no_header_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    async with KubeServer() as kube, api_of(Access(server=kube.url, token_file=file)) as api:
+        file.write_bytes(b"a\nb")
+        with pytest.raises(Unreachable, match="header"):
+            await api.get(PATH)
+        file.write_bytes(b"\xff\xfe")
+        kube.tokens = set()
+        with pytest.raises(Refused, match="Unauthorized"):
+            await api.get(PATH)

@@ -8,6 +8,9 @@ from scorer.types import Role
 from tests.support.kube_server import OBJECTIVES, OLD_OBJECTIVES, PODS, POOLS, REWRITES
 from tests.support.kube_world import KubeWorld
 from tests.support.pods import objective, pod, pool, rewrite
+from tests.support.virtual_time import event_loop_policy
+
+__all__ = ["event_loop_policy"]
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
@@ -170,6 +173,13 @@ async def test_what_is_forbidden_is_told_and_asked_for_again() -> None:
         kube.forbidden.clear()
         await world.serving(a=f"{A}:8000")
         await world.until(lambda: world.discovery.problem is None)
+
+
+async def test_a_selector_that_is_none_is_told() -> None:
+    async with KubeWorld(selector="a in") as world:
+        world.kube.refusals = [(400, {})] * 100
+        await world.follow()
+        await world.until(lambda: world.discovery.problem == "pods: a fault")
 
 
 async def test_a_busy_api_is_asked_when_it_says() -> None:

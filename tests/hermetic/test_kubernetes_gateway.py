@@ -14,6 +14,7 @@ from bench.engine.timing import preset
 from gateway.config import Config
 from gateway.config.schema import GatewayConfig, HealthConfig, KubernetesConfig, LoggingConfig, TokensConfig
 from gateway.run import Gateway
+from tests.support.command import Command
 from tests.support.gateway_world import engine, until
 from tests.support.kube_server import PODS, POOLS, KubeServer
 from tests.support.pods import pod, pool
@@ -121,3 +122,13 @@ async def test_an_api_that_is_away_is_a_degradation_and_the_gateway_serves_on(tm
         async with cluster.http.delete(cluster.admin + "/admin/workers/a") as answer:
             assert answer.status == 409
             assert "is in Kubernetes" in await answer.text()
+
+
+async def test_the_command_follows_a_selector(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        flags = ["--kubernetes-kubeconfig", str(tmp_path / "kubeconfig"), "--kubernetes-selector", "app=vllm"]
+        async with Command("gateway", *flags, "--kubernetes-ports", str(cluster.port)) as gateway:
+            async with gateway.http.get(gateway.admin + "/admin/workers") as answer:
+                found = {it["name"]: it["url"] for it in (await answer.json())["workers"]}
+            assert found == {name: f"http://{host}:{cluster.port}" for name, host in HOSTS.items()}
+            await gateway.terminate()

@@ -12,6 +12,9 @@ from gateway.discovery.kubernetes import Access, Api, Elector
 from tests.support.kube_server import OBJECTIVES, OLD_OBJECTIVES, OLD_REWRITES, PODS, POOLS, REWRITES
 from tests.support.kube_world import KubeWorld
 from tests.support.pods import objective, pod, pool, rewrite
+from tests.support.virtual_time import event_loop_policy
+
+__all__ = ["event_loop_policy"]
 
 FILE = Path(__file__).parents[2] / "deploy/kubernetes/rbac.yaml"
 GROUPS = ({OBJECTIVES, REWRITES}, {OLD_OBJECTIVES, OLD_REWRITES})

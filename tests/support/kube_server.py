@@ -13,6 +13,7 @@ import json
 import re
 import ssl
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -76,8 +77,6 @@ class KubeServer(Stacked):
         self.parted: set[str] = set()
         """Tokens of those for whom it is down."""
         self.slow_s = 0.0
-        self.ends_watches = True
-        """False: timeoutSeconds is ignored."""
         self.gone_in_stream = True
         """Whether a watch from a version that is gone is answered 200 and then told so, or 410."""
         self.asked: list[tuple[str, str]] = []
@@ -254,14 +253,17 @@ class KubeServer(Stacked):
     async def _tell(self, watch: _Watch, answer: web.StreamResponse, for_s: float) -> None:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + for_s
-        while loop.time() < until_s or not self.ends_watches or watch.mute:
+        while loop.time() < until_s or watch.mute:
             try:
                 wait_s = self._bookmark_s if watch.mute else min(self._bookmark_s, max(0.0, until_s - loop.time()))
                 kind, shown = await asyncio.wait_for(watch.queue.get(), wait_s)
             except TimeoutError:
                 kind, shown = "BOOKMARK", {"metadata": {"resourceVersion": str(self._version)}}
+            if watch.transport is None or watch.transport.is_closing():
+                return
             if not watch.mute:
-                await _say(answer, kind, shown)
+                with suppress(ConnectionResetError):  # It was cut.
+                    await _say(answer, kind, shown)
 
     def _write(self, verb: str, kind: str, namespace: str, name: str, body: Object) -> web.Response:
         name = name or body["metadata"]["name"]

@@ -15,7 +15,7 @@ from tests.support.kube_server import KubeServer
 from tests.support.stacked import Stacked
 
 QUICK = Timers(
-    watch_s=0.25, silence_s=0.15, relist_s=1.0, backoff_s=0.005, longest_s=0.05, slow_s=0.05, page=3
+    watch_s=0.25, overdue_s=0.15, relist_s=1.0, backoff_s=0.005, longest_s=0.05, slow_s=0.05, page=3
 )  # fmt: skip
 
 
@@ -52,13 +52,14 @@ class Fleet:
 class KubeWorld(Stacked):
     """In a test: ``async with KubeWorld(pool="pool") as world:``. The discovery begins when it is told to `follow`."""
 
-    def __init__(self, *, timers: Timers = QUICK, seed: int = 0, **config: Any) -> None:
-        self.kube = KubeServer()
+    def __init__(self, *, timers: Timers = QUICK, is_quick: bool = True, seed: int = 0, **config: Any) -> None:
+        self.kube = KubeServer(bookmark_s=0.1 if is_quick else 30.0)
         self.fleet = Fleet()
         self.config = KubernetesConfig(**(config or {"pool": "pool"}))
         self.objectives: list[Any] = []
         self.rewrites: list[Any] = []
         self._timers = timers
+        self._look_again_s = 0.05 if is_quick else 60.0
         self._rng = random.Random(seed)
 
     async def _start(self) -> None:
@@ -71,7 +72,7 @@ class KubeWorld(Stacked):
             objectives=self.objectives.append,
             rewrites=self.rewrites.append,
             timers=self._timers,
-            look_again_s=0.05,
+            look_again_s=self._look_again_s,
             rng=self._rng,
         )
         self._task = asyncio.get_running_loop().create_task(self._follow())

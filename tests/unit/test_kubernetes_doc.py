@@ -45,6 +45,7 @@ def test_examples(tmp_path: Path) -> None:
 def test_figures() -> None:
     timers, lease = Timers(), LeaseTimers()
     assert f"every {timers.watch_s:g} to {timers.watch_s * 1.5:g} s" in PAGE
+    assert f"noticed {timers.overdue_s:g} s after that" in PAGE
     assert f"at least every {timers.relist_s * 1.2 / 60:g} minutes" in PAGE
     assert f"from {timers.backoff_s:g} to {timers.longest_s:g} s" in PAGE
     assert f"every {timers.slow_s:g} s" in PAGE

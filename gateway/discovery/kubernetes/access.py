@@ -34,7 +34,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
         """The token to send now. Raises OSError."""
         if self.token_file is None:
             return self.token
-        return self.token_file.read_text(encoding="utf-8").strip()
+        return self.token_file.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def in_cluster(env: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOUNT) -> Access:
@@ -125,6 +125,7 @@ def _context(where: str, given: Mapping[str, Any], folder: Path) -> ssl.SSLConte
             cafile=str(folder / ca) if ca and not ca_data else None,
             cadata=_plain(ca_data).decode("ascii") if ca_data else None,
         )
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Many clusters' certificates name no key identifiers.
         if given.get("insecure-skip-tls-verify"):
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE

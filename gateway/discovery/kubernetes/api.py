@@ -76,13 +76,13 @@ class Api:
         async with self._answer(method, path, params, timeout, body) as answer:
             return await answer.read()
 
-    async def watch(self, path: str, params: Mapping[str, str], silence_s: float) -> AsyncGenerator[bytes, None]:
+    async def watch(self, path: str, params: Mapping[str, str], longest_s: float) -> AsyncGenerator[bytes, None]:
         """The lines of a watch, each one JSON object, after an empty one that says that it is open. It ends when the
         API ends it.
 
-        Unreachable: the connection broke, or nothing came for `silence_s`.
+        Unreachable: the connection broke, or the API did not end it within `longest_s`.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
+        timeout = aiohttp.ClientTimeout(total=longest_s, sock_connect=_CONNECT_S)
         rest = bytearray()
         async with self._answer("GET", path, params, timeout) as answer:
             yield b""
@@ -127,7 +127,7 @@ class Api:
                 yield answer
         except TimeoutError:
             raise Unreachable(f"{self._base.host} gave no answer in time") from None
-        except (aiohttp.ClientError, OSError) as exc:
+        except (aiohttp.ClientError, OSError, ValueError) as exc:  # ValueError: a token that fits into no header.
             raise Unreachable(f"{self._base.host}: {_reason(exc)}") from None
 
     def _headers(self, has_body: bool) -> dict[str, str]:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_ODD = 5
+_MOST_TOLD = 8
 
 
 def access_of(config: KubernetesConfig) -> Access:
@@ -103,11 +103,9 @@ class KubernetesDiscovery:
         found = [*found, *self._pods.problems]
         for other in self._others:
             found += other.problems
-        odd = sorted(text for texts in self._odd.values() for text in texts)
-        found += odd[:_MOST_ODD]
-        if len(odd) > _MOST_ODD:
-            found.append(f"and {len(odd) - _MOST_ODD} more")
-        return "; ".join(found) or None
+        found += sorted(text for texts in self._odd.values() for text in texts)
+        more = len(found) - _MOST_TOLD
+        return "; ".join([*found[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else ())]) or None
 
     @property
     def synced(self) -> bool:

@@ -118,7 +118,10 @@ class Elector:
 
     async def run(self) -> None:
         while True:
-            await self._attempt()
+            try:
+                await self._attempt()
+            except Exception:
+                _log.exception("unexpected; going on")
             self._tell()
             pause_s = self._timers.retry_s
             if self._renewed_s is None:

@@ -29,19 +29,20 @@ _UNKNOWN: Final = 401
 _FORBIDDEN: Final = 403
 _ABSENT: Final = 404
 _GONE: Final = 410
-_SLOW: Final = (_UNKNOWN, _FORBIDDEN, _ABSENT)
+_PASSING: Final = (408, _GONE, 429)
+"""Of the 4xx, those that may be another answer in a moment."""
 _ATTEMPTS: Final = 3
 """So many watches that cannot be opened from one version, and it is given up."""
 
 
 class Timers(msgspec.Struct, frozen=True, kw_only=True):
-    """`watch_s`: the API is asked to end a watch after that (up to half as much again); a watch that lives on for
-    `silence_s` without a word is lost. `relist_s`: the longest time without a list. `backoff_s` doubles up to
+    """`watch_s`: the API is asked to end a watch after that (up to half as much again); one that lives `overdue_s`
+    longer is lost. `relist_s`: the longest time without a list (a fifth more or less). `backoff_s` doubles up to
     `longest_s`. `slow_s`: what is forbidden or not there is asked for again after that.
     """
 
     watch_s: float = 60.0
-    silence_s: float = 10.0
+    overdue_s: float = 10.0
     relist_s: float = 600.0
     backoff_s: float = 0.1
     longest_s: float = 10.0
@@ -214,8 +215,10 @@ class Reflector(Generic[T]):
             "resourceVersion": self._version or "",
             "timeoutSeconds": f"{watch_s:g}",
         }
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
-            async with aclosing(self._api.watch(self._path, params, watch_s + self._timers.silence_s)) as lines:
+            async with aclosing(self._api.watch(self._path, params, watch_s + self._timers.overdue_s)) as lines:
                 async for line in lines:
                     if not line:
                         self._open()
@@ -226,6 +229,8 @@ class Reflector(Generic[T]):
             if exc.status == _GONE:
                 raise _Relist("its version is gone") from None
             raise
+        finally:  # One that was cut in the end has done its work.
+            self._progress = self._progress or (self._opened and loop.time() - began_s > self._timers.longest_s)
         self._progress = True
         return told
 
@@ -279,7 +284,7 @@ class Reflector(Generic[T]):
             return 0.0
         if exc.retry_after_s is not None:
             return min(exc.retry_after_s, self._timers.slow_s)
-        return self._timers.slow_s if exc.status in _SLOW else 0.0
+        return self._timers.slow_s if 400 <= exc.status < 500 and exc.status not in _PASSING else 0.0
 
     def _tell(self, exc: ApiError) -> None:
         status = exc.status if isinstance(exc, Refused) else None
