@@ -99,6 +99,20 @@ async def test_another_selector_and_other_ports_of_the_pool() -> None:
         await world.serving(b=f"{B}:9000", c=f"{C}:9000")
 
 
+async def test_a_change_of_selector_and_ports_is_one_change() -> None:
+    async with KubeWorld() as world:
+        kube, fleet = world.kube, world.fleet
+        kube.put(POOLS, "pool", pool(8000, v="1"))
+        kube.put(PODS, "a", pod(A, labels={"v": "1"}))
+        kube.put(PODS, "b", pod(B, labels={"v": "2"}))
+        await world.follow()
+        await world.serving(a=f"{A}:8000")
+        kube.slow_s = 0.1
+        kube.put(POOLS, "pool", pool(9000, v="2"))
+        await world.serving(b=f"{B}:9000")
+        assert fleet.seen == [("added", "a"), ("draining", "a"), ("added", "b")]
+
+
 async def test_a_pool_that_is_gone_serves_nobody_and_is_told() -> None:
     async with KubeWorld() as world:
         kube = world.kube

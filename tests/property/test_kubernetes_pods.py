@@ -105,6 +105,8 @@ def test_any_history_ends_with_who_is_ready_now(steps: list[tuple[str, Pod | Non
     servers, fleet = Servers(), Fleet()
     latest: dict[str, tuple[Pod, dict[str, str]]] = {}
     pods_of: dict[str, str] = {}
+    urls: dict[str, str] = {}
+    uids: dict[str, str] = {}
     for name, drawn, ports in steps:
         pod = None if drawn is None else Pod(**{f: getattr(drawn, f) for f in drawn.__struct_fields__} | {"name": name})
         endpoints = {} if pod is None else endpoints_of(pod, Shape(namespace="n", ports=ports))[0]
@@ -113,6 +115,13 @@ def test_any_history_ends_with_who_is_ready_now(steps: list[tuple[str, Pod | Non
         for change in changes:
             fleet.take(change)
         pods_of |= dict.fromkeys(endpoints, name)
+        urls |= {worker: it.worker.url for worker, it in endpoints.items()}
+        for change in changes:
+            if change.kind is ChangeKind.ADDED:  # Nobody else is thought to drain there.
+                assert change.url not in {urls[worker] for worker in fleet.draining}
+        if pod is not None and uids.setdefault(name, pod.uid) != pod.uid:  # Nobody of the pod before drains.
+            uids[name] = pod.uid
+            assert not {worker for worker in fleet.draining if pods_of[worker] == name}
         if pod is None:
             latest.pop(name, None)
         else:

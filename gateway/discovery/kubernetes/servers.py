@@ -50,10 +50,10 @@ class Servers:
         """The pod of this name is so now, with these endpoints; None: there is none. To be taken to its end."""
         for worker in sorted(self._of.get(name, set()) - endpoints.keys()):
             server = self._servers[worker]
-            if server.left:
-                continue
             if pod is not None and pod.uid != server.uid:
                 yield self._remove(worker)
+            elif server.left:
+                continue
             elif server.serves:
                 server.serves, server.left = False, pod is None
                 yield _change(ChangeKind.DRAINING, worker, server.endpoint)
