@@ -27,7 +27,7 @@ _RETRY: Final = (
     "before the first byte, one other worker is tried at once after a broken connection, 502 or 503; nothing waits"
 )
 _ASKED: Final = "each engine is asked"
-_DNS: Final = "not there; --discovery-dns http://SERVICE:PORT follows a headless service"
+_ROLES: Final = "one --selector for all; a pod's role is its label llm-d.ai/role (prefill, decode)"
 
 
 def _exact(names: str, of: str, ours: str, take: Take, example: str, nargs: Arity = "1") -> Flag:
@@ -167,17 +167,27 @@ def _rows() -> Iterator[Flag]:
     yield _exact("log-level", RUST, "`logging.level`", do.log_level, "warn")
     yield _exact("tokenizer-path", "smg", "`tokens.tokenizer`", do.key("tokens", "tokenizer"), "/models/m")
     yield _exact("backend", "smg", "vllm, the only one", do.backend, "vllm")
-    yield Flag(
-        names=("--service-discovery",),
-        of=f"{RUST}, {_STACK}",
-        kind=Kind.REFUSED,
-        ours=f"`static` is fine; else {_DNS}",
-        take=do.service_discovery,
-        nargs="?",
+    selector, namespace = do.selector, do.key("kubernetes", "namespace")
+    yield _exact("selector", RUST, "`kubernetes.selector`", selector, "app=vllm tier=gpu", "+")
+    yield _exact("k8s-label-selector", _STACK, "`kubernetes.selector`", selector, "app=vllm")
+    yield _exact("service-discovery-port", RUST, "`kubernetes.ports`", do.key("kubernetes", "ports"), "8080")
+    yield _exact("k8s-port", _STACK, "`kubernetes.ports`", do.key("kubernetes", "ports"), "8080")
+    yield _near(
+        "service-discovery-namespace k8s-namespace",
+        f"{RUST}, {_STACK}",
+        "`kubernetes.namespace`; without it that of the service account, not all of them",
+        namespace,
+        "models",
     )
-    selectors = "selector prefill-selector decode-selector service-discovery-port service-discovery-namespace"
-    yield _refused(selectors, RUST, _DNS, "app=vllm")
-    yield _refused("k8s-label-selector k8s-namespace k8s-port", _STACK, _DNS, "app=vllm")
+    yield _exact(
+        "service-discovery",
+        f"{RUST}, {_STACK}",
+        "follows the pods of --selector or --k8s-label-selector ([kubernetes.md](kubernetes.md)); static: none",
+        do.service_discovery,
+        "static",
+        "?",
+    )
+    yield _refused("prefill-selector decode-selector", RUST, _ROLES, "app=vllm")
 
 
 FLAGS: Final = tuple(_rows())

@@ -18,6 +18,8 @@ from gateway.errors import UserError
 Path = tuple[str, ...]
 Arity = Literal["0", "?", "1", "+"]
 _WORKERS: Final = ("workers",)
+_SELECTOR: Final = ("kubernetes", "selector")
+_POOL: Final = ("kubernetes", "pool")
 
 
 class Kind(Enum):
@@ -144,11 +146,20 @@ def events(name: Literal["events", "replay"], flag: str) -> Take:
     return take
 
 
+def selector(taken: Taken, values: list[str]) -> None:
+    taken.set(_SELECTOR, ",".join(values))
+
+
 def service_discovery(taken: Taken, values: list[str]) -> None:
-    if not values or values[-1] != "static":
+    """Of what flags before this one select."""
+    kind = values[-1] if values else "k8s"
+    if kind not in ("k8s", "static"):
         raise UserError(
-            "--service-discovery: not there; --discovery-dns http://SERVICE:PORT follows a headless service"
+            f"--service-discovery {kind}: not there; k8s follows pods, and "
+            "--discovery-dns http://SERVICE:PORT a headless service"
         )
+    if kind == "k8s" and _SELECTOR not in taken.given and _POOL not in taken.given:
+        raise UserError("--service-discovery needs --selector (or --kubernetes-pool), else it has no pods to follow")
 
 
 def backend(taken: Taken, values: list[str]) -> None:

@@ -31,7 +31,7 @@ NEEDS = {
     "--kv-event-replay-source": "--worker-urls http://w:1",
 }
 """What else has to be given."""
-CHANGES_NOTHING = {"--static-model-labels", "--kv-connector", "--backend"}
+CHANGES_NOTHING = {"--static-model-labels", "--kv-connector", "--backend", "--service-discovery"}
 """By themselves, or since it is the default."""
 
 
@@ -52,7 +52,7 @@ def test_every_flag_does_the_same_or_says_what_it_does(
     without = NEEDS.get(name, "").split()
     with_ = [*without, name, *flag.example.split()]
     if flag.kind is Kind.REFUSED:
-        with pytest.raises(UserError, match=r"--discovery-dns"):
+        with pytest.raises(UserError, match=r"llm-d\.ai/role"):
             loaded(*with_)
         return
     if name.startswith(("--prefiller", "--decoder")):
@@ -121,6 +121,21 @@ def test_prefill_and_decode_as_sglang_writes_them(capsys: pytest.CaptureFixture[
     assert "bootstrap port is not used" in told[0]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--service-discovery --selector app=vllm tier=gpu --service-discovery-port 9000 "
+        "--service-discovery-namespace models",
+        "--service-discovery k8s --k8s-label-selector app=vllm,tier=gpu --k8s-port 9000 --k8s-namespace models",
+    ],
+    ids=["vllm-router", "production-stack"],
+)
+def test_pods_are_followed(line: str) -> None:
+    kubernetes = loaded(*line.split()).kubernetes
+    assert (kubernetes.selector, kubernetes.ports, kubernetes.namespace) == ("app=vllm,tier=gpu", (9000,), "models")
+    assert loaded("--service-discovery", "k8s", "--kubernetes-pool", "p").kubernetes.pool == "p"
+
+
 def test_the_toy_proxy_and_production_stack() -> None:
     line = "--port 8192 --prefiller-hosts p1 p2 --prefiller-ports 8100 8101 --decoder-ports 8200"
     assert [(worker.url, worker.role) for worker in loaded(*line.split()).workers] == [
@@ -167,8 +182,9 @@ def test_policies_that_are_not_there_say_what_is(name: str) -> None:
         ("--worker-urls http://x:1 --kv-event-source http://x:1", "takes URL=ENDPOINT"),
         ("--worker-urls http://x:1 --kv-event-source http://x:1=tcp://x:1,tcp://x:7", "on the next port"),
         ("--static-backends http://a:1 --static-model-labels p,d --prefill-model-labels p", "names 2 and"),
-        ("--service-discovery", "--discovery-dns"),
-        ("--service-discovery k8s", "--discovery-dns"),
+        ("--service-discovery", "needs --selector"),
+        ("--service-discovery k8s", "needs --selector"),
+        ("--service-discovery etcd", "--discovery-dns"),
         ("--backend sglang", "engines are vLLM servers"),
         ("--kv-connector mooncake", "pd.connector: expected one of nixl"),
         ("--max-concurrent-requests -1", "gateway.max_concurrency: expected an integer >= 1"),
