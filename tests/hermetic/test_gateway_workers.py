@@ -19,6 +19,7 @@ from gateway.config.schema import Worker
 from gateway.core import Core
 from gateway.debug.health import DEGRADATIONS, degradations, health
 from gateway.discovery import DnsDiscovery, FileDiscovery, Source
+from gateway.engine.capabilities import Capabilities, EventSource
 from gateway.engine.health import State
 from scorer.cost import CostModel
 from scorer.types import ChangeKind, EngineStats, WorkerChange
@@ -362,3 +363,20 @@ async def test_a_fleet_without_workers_is_logged_once(caplog: pytest.LogCaptureF
         assert len(caplog.messages) == 2
     finally:
         await core.close()
+
+
+@pytest.mark.parametrize(
+    ("sources", "ranks"),
+    [(None, [2]), ({}, [2]), ({2: EventSource()}, [2]), ({0: EventSource(), 1: EventSource()}, [0, 1])],
+    ids=["old", "off", "says it", "says others"],
+)
+async def test_the_rank_that_discovery_names_is_that_of_an_engine_that_says_none(
+    core: Core, sources: dict[int, EventSource] | None, ranks: list[int]
+) -> None:
+    core.apply(msgspec.structs.replace(added("a"), rank=2, events_endpoint="tcp://127.0.0.1:5557"))
+    core.on_capabilities("a", Capabilities(models=("m",), event_sources=sources))
+    assert sorted(core.fleet.workers["a"].loads) == ranks
+    await until(lambda: len(core.ingest.status()) == len(ranks))
+    assert {(rank, feed.endpoint) for (_, rank), feed in core.ingest.status().items()} == {
+        (rank, f"tcp://127.0.0.1:{5557 + rank}") for rank in ranks
+    }
