@@ -52,6 +52,20 @@ async def test_who_is_not_ready_or_terminating_is_draining_then_removed() -> Non
         assert fleet.seen[2:] == [("draining", "a"), ("added", "a"), ("draining", "b"), ("removed", "b")]
 
 
+async def test_a_pod_that_has_ended_is_removed_at_once() -> None:
+    async with KubeWorld() as world:
+        kube, fleet = world.kube, world.fleet
+        kube.put(POOLS, "pool", pool())
+        kube.put(PODS, "a", pod(A))
+        kube.put(PODS, "b", pod(B, phase="Succeeded"))
+        await world.follow()
+        await world.serving(a=f"{A}:8000")
+        kube.put(PODS, "a", pod(A, ready=False, phase="Failed"))
+        kube.put(PODS, "c", pod(A))  # The address of an evicted pod is free, though the pod is still listed.
+        await world.serving(c=f"{A}:8000")
+        assert fleet.seen == [("added", "a"), ("removed", "a"), ("added", "c")]
+
+
 async def test_a_pod_that_comes_back_elsewhere_is_another_server() -> None:
     async with KubeWorld() as world:
         kube, fleet = world.kube, world.fleet

@@ -232,7 +232,7 @@ class KubernetesDiscovery:
             pod = self._pod(name)
             endpoints: dict[str, Endpoint] = {}
             before = self._odd.pop(name, None)
-            if pod is not None and self._shape is not None:
+            if pod is not None and not pod.over and self._shape is not None:
                 endpoints, odd = endpoints_of(pod, self._shape)
                 if odd:
                     self._odd[name] = odd
@@ -245,9 +245,8 @@ class KubernetesDiscovery:
         return pod is not None and pod.ready
 
     def _pod(self, name: str) -> Pod | None:
-        """As far as its containers may be running."""
-        pod = self._pods.items.get(name)
-        return None if self._shape is None or pod is None or pod.over else pod
+        """None, too, while there is no pool that could choose it."""
+        return None if self._shape is None else self._pods.items.get(name)
 
 
 def _begun(work: Coroutine[Any, Any, None], ended: asyncio.Event) -> asyncio.Task[None]:

@@ -26,8 +26,8 @@ class _Server(msgspec.Struct):
 
 class Servers:
     """A pod that is ready serves. An endpoint that is not ready, or gone, or not chosen any more is DRAINING, so that
-    what runs there ends. REMOVED is what certainly is not there: its pod went after it was draining, is another pod of
-    the same name, or has lost its address to another pod.
+    what runs there ends. REMOVED is what certainly is not there: its pod went after it was draining, has ended, is
+    another pod of the same name, or has lost its address to another pod.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Servers:
         """The pod of this name is so now, with these endpoints; None: there is none. To be taken to its end."""
         for worker in sorted(self._of.get(name, set()) - endpoints.keys()):
             server = self._servers[worker]
-            if pod is not None and pod.uid != server.uid:
+            if pod is not None and (pod.over or pod.uid != server.uid):
                 yield self._remove(worker)
             elif server.left:
                 continue
