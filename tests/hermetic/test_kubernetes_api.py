@@ -12,9 +12,13 @@ import pytest
 import trustme
 
 from gateway.discovery.kubernetes import Access, Api
+from gateway.discovery.kubernetes.access import in_cluster
 from gateway.discovery.kubernetes.api import Refused, Unreachable
 from tests.support.kube_server import PODS, KubeServer
 from tests.support.pods import pod
+from tests.support.virtual_time import event_loop_policy
+
+__all__ = ["event_loop_policy"]
 
 PATH = "/api/v1/namespaces/default/pods"
 
@@ -42,6 +46,24 @@ async def test_the_cluster_is_checked_by_its_own_ca() -> None:
             async with api_of(Access(server=kube.url, tls=tls, server_name=name)) as api:
                 with pytest.raises(Unreachable, match="certificate"):
                     await api.get(PATH)
+
+
+async def test_a_ca_that_is_replaced_is_read_again(tmp_path: Path) -> None:
+    before, after = trustme.CA(), trustme.CA()
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    after.issue_cert("127.0.0.1").configure_cert(serving)
+    (tmp_path / "token").write_text("t")
+    before.cert_pem.write_to_path(str(tmp_path / "ca.crt"))
+    async with KubeServer(tls=serving) as kube:
+        env = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(kube.port)}
+        async with api_of(in_cluster(env, tmp_path)) as api:
+            for _ in range(2):
+                with pytest.raises(Unreachable, match="certificate"):
+                    await api.get(PATH)
+            after.cert_pem.write_to_path(str(tmp_path / "ca.crt"))
+            with pytest.raises(Unreachable, match="certificate"):
+                await api.get(PATH)
+            assert b"items" in await api.get(PATH)
 
 
 async def test_a_token_that_is_replaced_is_used_at_once(tmp_path: Path) -> None:

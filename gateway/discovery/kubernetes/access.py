@@ -7,6 +7,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = _DEFAULT_NAMESPACE
     tls: ssl.SSLContext | None = None
     server_name: str | None = None
+    ca_file: Path | None = None
     token: str | None = None
     token_file: Path | None = None
 
@@ -35,6 +37,12 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
         if self.token_file is None:
             return self.token
         return self.token_file.read_text(encoding="utf-8", errors="replace").strip()
+
+    def trust_anew(self) -> None:
+        """The cluster's certificate was not trusted: its CA may have been replaced since it was read."""
+        if self.tls is not None and self.ca_file is not None:
+            with suppress(OSError):
+                self.tls.load_verify_locations(self.ca_file)
 
 
 def in_cluster(env: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOUNT) -> Access:
@@ -51,10 +59,12 @@ def in_cluster(env: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOU
             f"kubernetes: {token} is not there; let the pod have a service account "
             "(serviceAccountName, automountServiceAccountToken: true)"
         )
+    ca = folder / "ca.crt"
     return Access(
         server=f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}",
         namespace=namespace.read_text(encoding="utf-8").strip() if namespace.is_file() else _DEFAULT_NAMESPACE,
-        tls=_context(f"kubernetes: {folder / 'ca.crt'}", {"certificate-authority": str(folder / "ca.crt")}, folder),
+        tls=_context(f"kubernetes: {ca}", {"certificate-authority": str(ca)}, folder),
+        ca_file=ca,
         token_file=token,
     )
 

@@ -127,6 +127,9 @@ class Api:
                 yield answer
         except TimeoutError:
             raise Unreachable(f"{self._base.host} gave no answer in time") from None
+        except aiohttp.ClientConnectorCertificateError as exc:
+            self.access.trust_anew()
+            raise Unreachable(f"{self._base.host}: {exc.certificate_error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as exc:  # ValueError: a token that fits into no header.
             raise Unreachable(f"{self._base.host}: {_reason(exc)}") from None
 

@@ -164,10 +164,7 @@ class Elector:
     async def _attempt(self) -> None:
         began_s = self._clock()
         try:
-            if await self._acquire(began_s):
-                self._renewed_s = began_s
-            else:
-                self._renewed_s = None
+            self._renewed_s = began_s if await self._acquire() else None
             self.problem = None
         except Refused as exc:
             if exc.status == _CONFLICT:
@@ -184,7 +181,7 @@ class Elector:
             _log.warning("%s", problem)
             self.problem = problem
 
-    async def _acquire(self, now_s: float) -> bool:
+    async def _acquire(self) -> bool:
         """Whether the lease is ours now; False: another's. Raises ApiError where that is not known."""
         found = await self._read()
         if found is None:
