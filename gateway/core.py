@@ -18,6 +18,7 @@ from functools import partial
 import aiohttp
 
 from gateway.config import Config
+from gateway.debug.decisions import Decisions
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
@@ -87,6 +88,7 @@ class Core:
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
+        self.decisions = Decisions()
         self.recorder = Recorder()
         self.health = Health(HealthSettings(eject_after_s=config.health.eject_after_s))
         tls = client_context(config.tls)

@@ -76,6 +76,7 @@ class Service:
                 metrics=core.metrics,
                 hits=core.hits,
                 prefixes=core.prefixes,
+                decisions=core.decisions,
                 access=self.access,
                 recorder=core.recorder,
                 stored=core.stored,
@@ -101,7 +102,11 @@ class Service:
             longest_s=config.gateway.request_timeout_s,
         )
         self.faces = Faces(
-            core, self.access, draining=lambda: self.plane.draining, in_flight=lambda: self.plane.in_flight
+            core,
+            self.access,
+            draining=lambda: self.plane.draining,
+            in_flight=lambda: self.plane.in_flight,
+            name=type(self).__name__.lower(),
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
         self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host)
@@ -150,6 +155,7 @@ class Service:
     async def close(self) -> None:
         self.core.queue.close()  # Who still waits is answered instead of cut.
         self.core.recorder.end(_GOING_DOWN)
+        self.faces.stream.end()
         if self._upkeep is not None:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)

@@ -197,16 +197,20 @@ class HolderState:
                 return entry_map, key
         return None
 
-    def stats(self) -> dict[str, Any]:
-        blocks = dict.fromkeys(TIER_NAMES, 0)
+    def tokens(self) -> dict[str, int]:
+        """Tokens of its blocks, by tier."""
         tokens = dict.fromkeys(TIER_NAMES, 0)
         for entry_map in self.all_maps():
-            name = TIER_NAMES[entry_map.tier]
-            blocks[name] += len(entry_map.own)
-            tokens[name] += len(entry_map.own) * entry_map.block_size
+            tokens[TIER_NAMES[entry_map.tier]] += len(entry_map.own) * entry_map.block_size
+        return tokens
+
+    def stats(self) -> dict[str, Any]:
+        blocks = dict.fromkeys(TIER_NAMES, 0)
+        for entry_map in self.all_maps():
+            blocks[TIER_NAMES[entry_map.tier]] += len(entry_map.own)
         return {
             "blocks": blocks,
-            "tokens": tokens,
+            "tokens": self.tokens(),
             "block_sizes": sorted({m.block_size for m in self.all_maps()}),
             "extra_copies": sum(sum(m.copies.values()) for m in self.all_maps()),
             "orphan_blocks": self.orphans.blocks,

@@ -260,6 +260,16 @@ class PrefixIndex:
             counted = {holder: state.counters.get("refused_block_size_events", 0) for holder, state in states}
         return {holder: n for holder, n in counted.items() if n}
 
+    def held_tokens(self) -> dict[Holder, dict[str, int]]:
+        """Tokens of the blocks that each (worker, rank) holds, by tier."""
+        with self._lock:
+            return {holder: state.tokens() for holder, state in self._table.states.items()}
+
+    def bytes_used(self) -> int:
+        """Accounted memory."""
+        with self._lock:
+            return self._table.bytes_used()
+
     def stats(self) -> dict[str, Any]:
         """Counts for people and metrics (JSON-ready): memory, keys by tier, and what each worker's ranks hold."""
         with self._lock:

@@ -18,27 +18,13 @@ from multidict import CIMultiDict
 from gateway.admin_client import ADDRESS, ask
 from gateway.cli import Parser
 from gateway.core import Core
+from gateway.debug.decisions import COMPONENTS
 from gateway.proxy import errors
 from gateway.proxy.errors import ApiError
 from gateway.request import BadRequest, decode_body
 from scorer.planner import ModelNotFound, NoWorker
 
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
-_COMPONENTS = (
-    "front",
-    "wait",
-    "adm",
-    "load",
-    "comp",
-    "hop",
-    "pull",
-    "step",
-    "harm",
-    "decode",
-    "queue",
-    "displaced",
-    "session",
-)
 
 
 async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str | None) -> dict[str, Any]:
@@ -107,13 +93,13 @@ def _body(parser: Parser, options: Any) -> bytes:
 
 
 def _table(answer: dict[str, Any]) -> str:
-    rows = [["worker", "rank", "cached", "total s", "ttft s", *_COMPONENTS]]
+    rows = [["worker", "rank", "cached", "total s", "ttft s", *COMPONENTS]]
     for candidate in answer["considered"]:
         price = candidate["price"]
         worker, rank = candidate["decode"]
         if candidate["prefill"]:
             worker += f" ({'peer' if candidate['peer'] else 'prefill'} {candidate['prefill'][0]})"
-        values = [f"{price[f'{name}_s']:.4f}" for name in _COMPONENTS]
+        values = [f"{price[f'{name}_s']:.4f}" for name in COMPONENTS]
         cached = str(candidate["cached_tokens"])
         rows.append([worker, str(rank), cached, f"{price['total_s']:.4f}", f"{price['ttft_s']:.4f}", *values])
     used = [i for i in range(len(rows[0])) if i < 5 or any(float(row[i]) for row in rows[1:])]

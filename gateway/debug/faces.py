@@ -14,12 +14,17 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.core import Core
+from gateway.debug import page
 from gateway.debug.cache import cache
+from gateway.debug.decisions import KEPT, detailed, tried_again
 from gateway.debug.explain import explain
 from gateway.debug.gauges import FleetGauges
 from gateway.debug.health import degradations, health, is_usable
 from gateway.debug.learned import learned
 from gateway.debug.queue import queue_page
+from gateway.debug.state import Snapshots
+from gateway.debug.stream import PATH as STREAM
+from gateway.debug.stream import Stream, encoded
 from gateway.proxy import errors
 from gateway.proxy.access import AccessLog
 from gateway.proxy.body import read_body
@@ -30,21 +35,29 @@ from gateway.record.recorder import PATH as RECORD
 _SECRET_KEY = re.compile(r"(^|_)(api_key|password|secret|token)$")
 _PORT = re.compile(r":[0-9]*$")
 _MASK = "********"
+_LONGEST_NUMBER = 18
 _GET = frozenset({"GET", "HEAD"})
 
 
 class Faces:
     """`draining` tells whether the gateway is going down, which readiness must show first; `in_flight` how many
-    requests are being served.
+    requests are being served; `name` what kind of face it is.
     """
 
     def __init__(
-        self, core: Core, access: AccessLog, *, draining: Callable[[], bool], in_flight: Callable[[], int]
+        self,
+        core: Core,
+        access: AccessLog,
+        *,
+        draining: Callable[[], bool],
+        in_flight: Callable[[], int],
+        name: str = "gateway",
     ) -> None:
         self._core = core
         self._draining = draining
         self._gauges = FleetGauges(core, access, in_flight)
         core.metrics.registry.register(self._gauges)
+        self.stream = Stream(Snapshots(core, name, draining=draining, in_flight=in_flight).take)
 
     def public(self) -> dict[str, Page]:
         return {
@@ -58,11 +71,16 @@ class Faces:
     def private(self) -> dict[str, Page]:
         return {
             **self.public(),
+            page.PATH: _read_only(page.page),
+            page.PATH + "/": _read_only(page.moved),
             "/debug/cache": _read_only(self._cache),
             "/debug/config": _read_only(self._config),
+            "/debug/decisions": _read_only(self._decisions),
             "/debug/explain": self._explain,
             "/debug/learned": _read_only(self._learned),
             "/debug/queue": _read_only(self._queue),
+            "/debug/state": _read_only(self._state),
+            STREAM: self.stream.page,
             RECORD: self._core.recorder.page,
         }
 
@@ -94,6 +112,25 @@ class Faces:
 
     def _config(self, request: web.BaseRequest) -> web.Response:
         return json_response(_indented(masked(msgspec.to_builtins(self._core.config))))
+
+    def _state(self, request: web.BaseRequest) -> web.Response:
+        return json_response(encoded(self.stream.snapshot()))
+
+    def _decisions(self, request: web.BaseRequest) -> web.Response:
+        """The last `?n=` of them, or the one of a `?number=`, with all they considered."""
+        query, decisions = request.rel_url.query, self._core.decisions
+        kept = decisions.last(KEPT)
+        if "number" in query:
+            number = _whole(query["number"], "number")
+            wanted = [each for each in kept if each.number == number]
+            if not wanted:
+                message = f"Decision {number} is not known: the last {KEPT} are kept, since the start."
+                raise ApiError(404, message, code="decision_not_found", param="number")
+        else:
+            wanted = kept[: _whole(query.get("n", "20"), "n")]
+        again = tried_again(kept)
+        shown = [detailed(each, tried_again=each.number in again) for each in wanted]
+        return json_response(encoded({"made": decisions.made, "decisions": shown}))
 
     def _learned(self, request: web.BaseRequest) -> web.Response:
         return json_response(_indented(learned(self._core)))
@@ -133,6 +170,12 @@ class AdminPort:
         if page is None:
             return errors.unknown_url(request.method, path).response()
         return await run_page(page, request)
+
+
+def _whole(text: str, name: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > _LONGEST_NUMBER:
+        raise ApiError(400, f"{name} is a whole number, such as {name}=20.", code="bad_number", param=name)
+    return int(text)
 
 
 def _is_of_another_site(request: web.BaseRequest) -> bool:

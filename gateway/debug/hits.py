@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+_ANSWERS = 50
+_MISSED = 0.2
+"""Of the tokens predicted to be cached: so many that are not there are no chance."""
+
 
 class HitStats(msgspec.Struct):
     """Sums over the answers of one worker that reported their cached tokens (`compared`), and over all of them."""
@@ -24,6 +28,13 @@ class HitStats(msgspec.Struct):
     remote_prompt_tokens: int = 0
     remote_said_tokens: int = 0
     """What those answers said was cached, in the decode worker's own words."""
+
+    def missed_share(self) -> float | None:
+        """Of the tokens predicted to be cached, those that were not; None while that is no more than chance."""
+        if self.compared < _ANSWERS or not self.compared_predicted_tokens:
+            return None
+        share = self.over_tokens / self.compared_predicted_tokens
+        return share if share >= _MISSED else None
 
 
 class HitBook:

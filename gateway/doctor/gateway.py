@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from gateway.debug.hits import HitStats
 from gateway.doctor.catalogue import finding
 from gateway.doctor.fetch import Answer, Fault, Http
 from gateway.doctor.findings import Finding
@@ -12,9 +13,6 @@ _READY, _CACHE = "/readyz?verbose", "/debug/cache"
 _PASSING = ("worker_draining", "events_catching_up", "tokens_by_engine")
 """Degradations that end by themselves, or are how it was set up."""
 _MOST = 100
-_ANSWERS = 50
-_MISSED = 0.2
-"""Of the tokens predicted to be cached: so many that are not there are no chance."""
 
 
 class _Degraded(msgspec.Struct):
@@ -28,14 +26,8 @@ class _Ready(msgspec.Struct):
     degraded: list[_Degraded]
 
 
-class _Hits(msgspec.Struct):
-    compared: int = 0
-    compared_predicted_tokens: int = 0
-    over_tokens: int = 0
-
-
 class _Worker(msgspec.Struct):
-    hits: _Hits | None = None
+    hits: HitStats | None = None
 
 
 class _Cache(msgspec.Struct):
@@ -76,11 +68,9 @@ def _degraded(each: _Degraded) -> Finding:
     return finding("gateway-degraded", "", said, evidence={key: value for key, value in shown.items() if value})
 
 
-def _missed(name: str, hits: _Hits | None) -> Finding | None:
-    if hits is None or hits.compared < _ANSWERS or not hits.compared_predicted_tokens:
-        return None
-    share = hits.over_tokens / hits.compared_predicted_tokens
-    if share < _MISSED:
+def _missed(name: str, hits: HitStats | None) -> Finding | None:
+    share = None if hits is None else hits.missed_share()
+    if hits is None or share is None:
         return None
     said = f"{name} had {share:.0%} fewer cached tokens than predicted, over {hits.compared} answers"
     shown = {

@@ -167,9 +167,11 @@ class Watched:
     def _note_first(self, flight: Flight) -> None:
         flight.first_byte(guessed=self._guessed)
         if self._is_stream:
-            ttft_s = time.monotonic() - self._began_s
+            now_s = time.monotonic()
+            ttft_s = now_s - self._began_s
             self._record.ttft_ms = round(ttft_s * 1000, 3)
             self._parts.metrics.ttft.observe(ttft_s)
+            self._parts.decisions.pace.ttft.add(ttft_s, now_s)
 
     def _note_good(self, flight: Flight) -> None:
         usage = None if self._tail is None else self._tail.read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from gateway.debug.pace import Series
 from gateway.engine.health import End, Health, Ticket
 from indexer import Holder
 from scorer.planner import Planner
@@ -25,11 +26,14 @@ class Flight:
     """A booked attempt. Its outcome is END, ERROR or CANCELLED, whichever is said first; the rest is ignored."""
 
     __slots__ = (
-        "_alive_again_s", "_gap_s", "_health", "_held_up", "_last_s", "_line_ends", "_paused", "_planner", "_ticket",
-        "_tokens", "ended", "facts", "plan", "streamed_tokens",
+        "_alive_again_s", "_gap_s", "_health", "_held_up", "_itl", "_last_s", "_line_ends", "_lot_s", "_paused",
+        "_planner", "_ticket", "_tokens", "ended", "facts", "plan", "streamed_tokens",
     )  # fmt: skip
 
-    def __init__(self, planner: Planner, health: Health, facts: RequestFacts, plan: Plan) -> None:
+    def __init__(
+        self, planner: Planner, health: Health, facts: RequestFacts, plan: Plan, itl: Series | None = None
+    ) -> None:
+        """`itl` is told the times between its tokens."""
         self._planner = planner
         self._health = health
         self.facts = facts
@@ -41,6 +45,8 @@ class Flight:
         self._line_ends = 0
         self._gap_s = 0.0
         self._last_s = math.inf
+        self._itl = itl
+        self._lot_s = math.inf
         self._alive_again_s = 0.0
         self._paused: tuple[float, float] | None = None
         self._held_up = False
@@ -69,7 +75,7 @@ class Flight:
         """The first byte of a good answer's body is here. `guessed`: when it came says nothing of how fast it was."""
         now_s = time.monotonic()
         self._heard(now_s)
-        self._last_s = now_s
+        self._last_s = self._lot_s = now_s
         self._planner.observe(self.facts.request_id, _GUESSED_FIRST_TOKEN if guessed else _FIRST_TOKEN, now_s)
 
     def passed(self, piece: bytes) -> None:
@@ -92,6 +98,7 @@ class Flight:
             outcome = Outcome(
                 kind=OutcomeKind.TOKEN, n_tokens=self._tokens, longest_gap_s=self._gap_s, held_up=self._held_up
             )
+            self._note_itl(self._tokens)
             self._tokens = 0
             self._gap_s = 0.0
             self._planner.observe(self.facts.request_id, outcome, now_s)
@@ -116,6 +123,8 @@ class Flight:
     def end(self, output_tokens: int | None = None) -> None:
         """A whole good answer of so many tokens; None: the engine does not say."""
         n_tokens = self.streamed_tokens if output_tokens is None else output_tokens
+        if self.streamed_tokens <= REPORT_TOKENS:
+            self._note_itl(n_tokens - 1)  # No lot was full.
         self._close(Outcome(kind=OutcomeKind.END, n_tokens=n_tokens), End.OK)
 
     def failed(self, end: End, reason: str) -> None:
@@ -142,6 +151,12 @@ class Flight:
         cost, worker = self._planner.cost, self._planner.fleet.workers.get(self.worker)
         step_s = cost.step_s(1, self.facts.prompt_tokens, 1.0 if worker is None else worker.weight)
         return self.plan.chosen.price.ttft_s + cost.output_tokens(self.facts.max_output_tokens) * step_s
+
+    def _note_itl(self, n_tokens: int) -> None:
+        """So many tokens since the last ones that were noted, or the first."""
+        if self._itl is not None and n_tokens > 0 and self._lot_s < self._last_s and not self._held_up:
+            self._itl.add((self._last_s - self._lot_s) / n_tokens, self._last_s)
+        self._lot_s = self._last_s
 
     def _heard(self, now_s: float) -> None:
         if self._ticket is not None:

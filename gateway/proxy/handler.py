@@ -236,9 +236,11 @@ class Exchange:
         if good:
             flight.first_byte()
             if answer.is_stream:
-                ttft_s = time.monotonic() - began_s
+                now_s = time.monotonic()
+                ttft_s = now_s - began_s
                 record.ttft_ms = round(ttft_s * 1000, 3)
                 self._parts.metrics.ttft.observe(ttft_s)
+                self._parts.decisions.pace.ttft.add(ttft_s, now_s)
         await self._send(answer, headers, flight, tail)
         if good:
             usage = self._usage = tail.read()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from gateway.debug.decisions import Decisions
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
 from gateway.debug.prefixes import TopPrefixes
@@ -72,3 +73,4 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     unreachable_status: int = 502
     queue: Queue | None = None
     tenancy: Tenancy = NO_TENANCY
+    decisions: Decisions = msgspec.field(default_factory=Decisions)

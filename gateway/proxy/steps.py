@@ -97,7 +97,7 @@ def planned(parts: Parts, record: Record, facts: RequestFacts) -> Flight:
 def taken_off(parts: Parts, facts: RequestFacts, plan: Plan) -> Flight:
     """The flight of a plan just booked. If there can be none, the booking is given back."""
     try:
-        return Flight(parts.planner, parts.health, facts, plan)
+        return Flight(parts.planner, parts.health, facts, plan, parts.decisions.pace.itl)
     except BaseException:
         parts.planner.observe(facts.request_id, Outcome(kind=OutcomeKind.CANCELLED), time.monotonic())
         raise
@@ -117,6 +117,7 @@ def note_plan(parts: Parts, record: Record, flight: Flight) -> None:
     record.predicted_cached_tokens = plan.chosen.cached_tokens
     record.choice = plan.choice
     record.pd_reason = plan.pd_reason.value
+    parts.decisions.note(record, plan)
 
 
 def note_local(parts: Parts, flight: Flight) -> None:

@@ -34,7 +34,9 @@ def test_contents(wheel: zipfile.Path) -> None:
     names = wheel.root.namelist()
     assert [n for n in names if n.endswith((".proto", ".pyc")) or "test" in n.split("/")[0]] == []
     assert {p for p in PACKAGES if f"{p}/py.typed" in names} == PACKAGES
-    on_disk = {str(f.relative_to(ROOT)) for p in PACKAGES for f in (ROOT / p).rglob("*.py")}
+    on_disk = {
+        str(f.relative_to(ROOT)) for p in PACKAGES for f in (ROOT / p).rglob("*") if f.suffix in (".py", ".html")
+    }
     assert on_disk <= set(names)
     (entry_points,) = (n for n in names if n.endswith("entry_points.txt"))
     assert "warmroute = gateway.cli:main" in wheel.root.read(entry_points).decode()
