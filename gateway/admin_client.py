@@ -19,7 +19,7 @@ class Refused(UserError):
     """The gateway answered, and said no."""
 
 
-def ask(url: str, body: bytes | None = None, method: str | None = None) -> Any:
+def ask(url: str, body: bytes | None = None, method: str | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
     """The JSON it answers. POST with a body and GET without, unless `method` says otherwise. Raises Refused or
     UserError.
     """
@@ -28,7 +28,7 @@ def ask(url: str, body: bytes | None = None, method: str | None = None) -> Any:
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310 - checked above
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310
             return json.load(response)
     except urllib.error.HTTPError as exc:
         said, code = _error(exc.read())

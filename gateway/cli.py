@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "record": Command("gateway.record.command:main", "write a trace of what a running gateway is asked"),
     "replay-events": Command("gateway.replay_events:main", "feed recorded KV events (FILE or -) to the index"),
     "sidecar": Command("gateway.sidecar.run:main", "serve the engine of a decode pod; prefill may run elsewhere"),
+    "top": Command("gateway.debug.top:main", "the fleet and the last decisions of a running gateway, in the terminal"),
     "workers": Command("gateway.workers_command:main", "list, add, drain and remove workers of a running gateway"),
     "version": Command("gateway.cli:version", "print the version"),
 }

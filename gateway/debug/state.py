@@ -15,7 +15,7 @@ import msgspec
 from gateway.core import Core
 from gateway.debug.decisions import Row, rows
 from gateway.debug.health import degradations, shown_worker
-from gateway.debug.pace import KEPT_S, Percentiles
+from gateway.debug.pace import Percentiles
 from gateway.debug.remedies import REMEDIES
 from gateway.engine.feed import FeedStatus
 from scorer.fleet import Worker
@@ -244,6 +244,3 @@ def _rounded(percentiles: Percentiles) -> list[float]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "..."
-
-
-__all__ = ["KEPT_S", "Snapshot", "Snapshots"]
