@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.errors import UserError
 
 ADDRESS = "http://127.0.0.1:8001"
 _TIMEOUT_S = 30.0
+NO_HEADERS: Mapping[str, str] = {}
 _NO_SUCH_PAGE = ("unknown_url", "method_not_allowed")
 _WHICH_PORT = "Is it the main port? --admin takes the gateway's admin address (gateway.admin_port, 8001 by default)."
 
@@ -19,14 +21,21 @@ class Refused(UserError):
     """The gateway answered, and said no."""
 
 
-def ask(url: str, body: bytes | None = None, method: str | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
+def ask(
+    url: str,
+    body: bytes | None = None,
+    method: str | None = None,
+    *,
+    headers: Mapping[str, str] = NO_HEADERS,
+    timeout_s: float = _TIMEOUT_S,
+) -> Any:
     """The JSON it answers. POST with a body and GET without, unless `method` says otherwise. Raises Refused or
     UserError.
     """
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url} is no http:// or https:// URL")
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310 - checked above
+    sent = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, body, sent, method=method)  # noqa: S310 - checked above
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310
             return json.load(response)

@@ -2,6 +2,7 @@
 
 from indexer.approximate import ApproximateIndex
 from indexer.events import EventBatch, EventDecodeError, decode_batch
+from indexer.held import HeldBlocks
 from indexer.keys import MediaSpan
 from indexer.match import Holder, Match
 from indexer.prefix import PrefixIndex
@@ -16,6 +17,7 @@ __all__ = [
     "EventBatch",
     "EventDecodeError",
     "FrameError",
+    "HeldBlocks",
     "Holder",
     "Link",
     "Match",

@@ -8,11 +8,12 @@ to be evicted tells that everything used less recently is gone too.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from indexer.held import HeldBlocks, packed
 from indexer.keys import Tokens
 from indexer.match import Holder, Match
 from indexer.plane import NO_PARENT, Plane
@@ -196,6 +197,23 @@ class ApproximateIndex:
                     out[self._holders[low]] = match
                     rest ^= low
         return out
+
+    def held_blocks(self) -> Iterator[HeldBlocks]:
+        """What each (worker, rank) is assumed to hold, least recently used first."""
+        for (worker, rank), assumed in self._assumed.items():
+            block_size = self._workers.get(worker, self._default).block_size
+            if assumed.blocks:
+                yield HeldBlocks(
+                    worker=worker, rank=rank, tier="gpu", block_size=block_size, keys=packed(assumed.blocks)
+                )
+
+    def take_back(self, blocks: HeldBlocks, now_s: float) -> None:
+        """They are assumed to be held, from now on. Raises ValueError for what `held_blocks` never says."""
+        assumed = self._state((blocks.worker, blocks.rank))
+        for key in blocks.values():
+            if key not in assumed.blocks:
+                self._plane.add(key, NO_PARENT, False, assumed.bit, {})
+                assumed.blocks[key] = _Touch(now_s, None)
 
     def stats(self) -> dict[str, Any]:
         workers: dict[str, dict[str, int]] = {}

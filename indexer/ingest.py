@@ -14,7 +14,7 @@ from indexer.orphans import Place, Run
 from indexer.plane import NO_PARENT, ROOT_PARENT
 from indexer.table import ENTRY_BYTES, KEY_BYTES, SLICE_BLOCKS, Table
 
-_MAX_BLOCK_SIZE = 1 << 16
+MAX_BLOCK_SIZE = 1 << 16
 _MAX_ADAPTERS = 4096
 """Names of adapters remembered per worker."""
 
@@ -132,7 +132,7 @@ class Ingest:
         if block_size is None and n:
             block_size, rest = divmod(len(event.token_ids), n)
             block_size = 0 if rest else block_size
-        if not n or not block_size or not 0 < block_size <= _MAX_BLOCK_SIZE or len(event.token_ids) != n * block_size:
+        if not n or not block_size or not 0 < block_size <= MAX_BLOCK_SIZE or len(event.token_ids) != n * block_size:
             state.counters["malformed_events"] += 1
             return None
         entries = state.entry_map(tier, group, block_size)

@@ -9,16 +9,17 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Any
 
 from indexer.events import EventBatch
+from indexer.held import HeldBlocks, packed
 from indexer.holder import CPU, DISK, GPU, TIER_NAMES
-from indexer.ingest import Ingest
+from indexer.ingest import MAX_BLOCK_SIZE, Ingest
 from indexer.keys import Tokens
 from indexer.match import Holder, Match
-from indexer.plane import Chain, joint_depths
+from indexer.plane import NO_PARENT, Chain, joint_depths
 from indexer.prompt import Prompt
 from indexer.serves import UNDECLARED, Serves
 from indexer.table import SLICE_BLOCKS, Table
@@ -264,6 +265,38 @@ class PrefixIndex:
         """Tokens of the blocks that each (worker, rank) holds, by tier."""
         with self._lock:
             return {holder: state.tokens() for holder, state in self._table.states.items()}
+
+    def held_blocks(self) -> Iterator[HeldBlocks]:
+        """What each (worker, rank) holds; the lock is taken for one of its tiers at a time."""
+        with self._lock:
+            places = [(state, entries) for state in self._table.states.values() for entries in state.all_maps()]
+        for state, entries in places:
+            with self._lock:
+                keys = packed(dict.fromkeys(entries.own.values()))
+            if keys:
+                yield HeldBlocks(
+                    worker=state.worker,
+                    rank=state.rank,
+                    tier=TIER_NAMES[entries.tier],
+                    block_size=entries.block_size,
+                    keys=keys,
+                )
+
+    def take_back(self, blocks: HeldBlocks) -> None:
+        """They are held, as `held_blocks` said. Raises ValueError for what it never says."""
+        if blocks.tier not in TIER_NAMES or not 0 < blocks.block_size <= MAX_BLOCK_SIZE:
+            raise ValueError("not what an index has told")
+        tier, keys = TIER_NAMES.index(blocks.tier), blocks.values()
+        with self._lock:
+            state = self._table.state(blocks.worker, blocks.rank)
+            entries = state.entry_map(tier, 0, blocks.block_size) or state.new_entry_map(tier, 0, blocks.block_size)
+            if entries is None:
+                raise ValueError("more block sizes than an index has")
+            plane = self._table.planes[tier]
+            for key in keys:
+                if key not in entries.own:
+                    self._table.add_entry(state, plane, entries, key, key, NO_PARENT, False)
+            self._table.version += 1
 
     def bytes_used(self) -> int:
         """Accounted memory."""

@@ -21,6 +21,10 @@ class Answer:
         self.varies = sigma > _KNOWN
         self._steepness = 1.0 / (SCALE * max(sigma, _KNOWN))
 
+    @property
+    def sigma(self) -> float:
+        return 1.0 / (SCALE * self._steepness) if self.varies else 0.0
+
     def ends_between(self, low_tokens: float, high_tokens: float, done_tokens: int) -> float:
         """The probability that an answer which has `done_tokens` ends between `low_tokens` (not more than) and
         `high_tokens`: log-logistic.

@@ -43,13 +43,15 @@ _SHOWN_MS = 0.05
 class Decision:
     """One plan of one request; a second attempt is a decision of its own, about the same `record`."""
 
-    __slots__ = ("at_s", "number", "plan", "record")
+    __slots__ = ("at_s", "number", "over", "plan", "record")
 
     def __init__(self, number: int, record: Record, plan: Plan) -> None:
         self.number = number
         self.record = record
         self.plan = plan
         self.at_s = time.time()
+        self.over: Row | None = None
+        """How it is shown for good."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -109,7 +111,7 @@ def rows(decisions: Iterable[Decision]) -> list[Row]:
     """`decisions` are the newest, the newest first."""
     shown = list(decisions)
     again = tried_again(shown)
-    return [_row(decision, decision.number in again) for decision in shown]
+    return [decision.over or _row(decision, decision.number in again) for decision in shown]
 
 
 def tried_again(decisions: Iterable[Decision]) -> set[int]:
@@ -174,7 +176,7 @@ def _row(decision: Decision, tried_again: bool) -> Row:
     ttft_ms = None
     if record.ttft_ms is not None and not tried_again:
         ttft_ms = round(max(0.0, record.ttft_ms - (record.queued_ms or 0.0) - (record.overhead_ms or 0.0)), 1)
-    return Row(
+    row = Row(
         number=decision.number,
         at_s=round(decision.at_s, 1),
         request_id=record.request_id,
@@ -200,6 +202,9 @@ def _row(decision: Decision, tried_again: bool) -> Row:
         cut=record.cut if over and not tried_again else None,
         tried_again=tried_again,
     )
+    if over:
+        decision.over = row
+    return row
 
 
 def _short(name: str) -> str:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,15 +17,17 @@ from typing import Any
 import msgspec
 from multidict import CIMultiDict
 
-from gateway.admin_client import ADDRESS, ask
+from gateway.admin_client import ADDRESS, Refused, ask
 from gateway.cli import Parser
 from gateway.core import Core
 from gateway.debug.decisions import COMPONENTS
 from gateway.proxy import errors
 from gateway.proxy.errors import ApiError
 from gateway.request import BadRequest, decode_body
-from scorer.planner import ModelNotFound, NoWorker
+from scorer.planner import ModelNotFound, NoWorker, Planner
+from scorer.types import RequestFacts
 
+_REFUSED = 1
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
 
 
@@ -32,22 +36,34 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
     fields. Raises ApiError.
     """
     try:
-        fields = decode_body(body)
-        if kind is None:
-            kind = next((name for field, name in _KINDS.items() if field in fields), None)
+        kind = kind_of(body, kind)
         began_s = time.monotonic()
         _, body = core.tenancy.take(CIMultiDict(headers), body, salted=True, anonymous=True)
         facts = await core.reader.read("explain", kind, body, headers)
     except BadRequest as exc:
         raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
-    available = core.up.names()
+    answer = explained(core.planner, facts, core.up.names(), core.rng, core.config.pd.policy, time.monotonic())
+    return {**answer, "overhead_ms": round((time.monotonic() - began_s) * 1000, 3)}
+
+
+def kind_of(body: bytes, kind: str | None) -> str | None:
+    """Of which API a body is, where nobody says. Raises BadRequest."""
+    fields = decode_body(body)
+    return kind or next((name for field, name in _KINDS.items() if field in fields), None)
+
+
+def explained(
+    planner: Planner, facts: RequestFacts, available: Sequence[str], rng: random.Random, pd_policy: str | None,
+    now_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """What `planner` would do, and why. Raises ApiError."""
     try:
-        plan = core.planner.explain(facts, available, time.monotonic(), core.rng)
+        plan = planner.explain(facts, available, now_s, rng)
     except ModelNotFound as exc:
         raise errors.model_not_found(exc.model) from None
     except NoWorker as exc:
         raise errors.no_worker(str(exc)) from None
-    overhead_ms = round((time.monotonic() - began_s) * 1000, 3)
+    workers = planner.fleet.workers
     return {
         "model": facts.model,
         "lora": facts.lora,
@@ -55,14 +71,18 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
         "token_source": facts.token_source.value,
         "policy": plan.policy,
         "reason": plan.reason,
-        "pd_policy": core.config.pd.policy,
+        "pd_policy": pd_policy,
         "choice": plan.choice,
         "pd_reason": plan.pd_reason.value,
         "session": None if plan.session is None else plan.session.value,
         "n_candidates": plan.n_candidates,
-        "weights": {name: worker.weight for name, worker in sorted(core.fleet.workers.items())},
-        "unavailable": sorted(set(core.fleet.workers) - set(available)),
-        "overhead_ms": overhead_ms,
+        "weights": {name: worker.weight for name, worker in sorted(workers.items())},
+        "unavailable": sorted(set(workers) - set(available)),
+        "broken_pairs": [
+            {"prefill": prefill, "decode": decode, "state": state, "reason": pair.incompatible or pair.last_failure}
+            for (prefill, decode), pair in sorted(planner.pairs.pairs.items())
+            if (state := pair.state(now_s)) != "closed" and {prefill, decode} <= workers.keys()
+        ],
         "considered": [msgspec.to_builtins(candidate) for candidate in plan.considered],
     }
 
@@ -70,16 +90,55 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
 def main(args: Sequence[str]) -> int:
     parser = Parser(
         prog="warmroute explain",
-        description="Ask a running gateway where a request would go and what each worker would cost. Sends nothing.",
+        description="Where a request would go and what each worker would cost, by a running gateway or by a fleet that "
+        "was saved. Sends nothing. Exit code 1: the request would be refused; 2: it could not be asked.",
     )
-    parser.add_argument("--admin", default=ADDRESS, metavar="URL", help="the gateway's admin address")
+    parser.add_argument("--admin", default=ADDRESS, metavar="URL", help=f"the gateway's admin address ({ADDRESS})")
     parser.add_argument("--body", metavar="FILE", help="an OpenAI request body, - for standard input")
     parser.add_argument("--model", help="with --prompt: the model to ask for")
     parser.add_argument("--prompt", help="a prompt, instead of a body")
+    parser.add_argument("--kind", choices=sorted(set(_KINDS.values())), help="the API of the body, if it does not tell")
+    parser.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="one of the request's")
+    parser.add_argument("--save-state", metavar="FILE", help="save the fleet as it is now, - for standard output")
+    parser.add_argument("--state", metavar="FILE", help="ask a fleet that was saved, and no gateway")
+    parser.add_argument("--tokenizer", metavar="PATH", help="with --state: where the model's tokenizer is here")
     parser.add_argument("--json", action="store_true", help="print the answer as it came")
     options = parser.parse(args)
-    answer = ask(options.admin.rstrip("/") + "/debug/explain", _body(parser, options))
+    try:
+        if options.save_state is not None:
+            return _save(parser, options)
+        answer = _saved(parser, options) if options.state is not None else _live(parser, options)
+    except (Refused, ApiError) as exc:
+        print(f"warmroute: error: {exc}", file=sys.stderr)
+        return _REFUSED
     print(json.dumps(answer, indent=2) if options.json else _table(answer))
+    return 0
+
+
+def _live(parser: Parser, options: Any) -> Any:
+    if options.tokenizer is not None:
+        parser.error("--tokenizer goes with --state; a running gateway has its own")
+    query = f"?kind={options.kind}" if options.kind else ""
+    url = options.admin.rstrip("/") + "/debug/explain" + query
+    return ask(url, _body(parser, options), headers=_headers(parser, options))
+
+
+def _saved(parser: Parser, options: Any) -> Any:
+    from gateway.debug.offline import explain_saved
+    from gateway.debug.saved import load
+
+    body, headers = _body(parser, options), _headers(parser, options)
+    return asyncio.run(explain_saved(load(options.state), body, options.tokenizer, options.kind, headers))
+
+
+def _save(parser: Parser, options: Any) -> int:
+    if any(each is not None for each in (options.state, options.body, options.prompt)):
+        parser.error("--save-state saves and asks nothing; give the request with --state, afterwards")
+    saved = json.dumps(ask(options.admin.rstrip("/") + "/debug/fleet"))
+    if options.save_state == "-":
+        print(saved)
+    else:
+        Path(options.save_state).write_text(saved + "\n", encoding="utf-8")
     return 0
 
 
@@ -90,6 +149,16 @@ def _body(parser: Parser, options: Any) -> bytes:
         model = {} if options.model is None else {"model": options.model}
         return json.dumps({**model, "prompt": options.prompt}).encode()
     return sys.stdin.buffer.read() if options.body == "-" else Path(options.body).read_bytes()
+
+
+def _headers(parser: Parser, options: Any) -> CIMultiDict[str]:
+    headers: CIMultiDict[str] = CIMultiDict()
+    for header in options.header:
+        name, colon, value = header.partition(":")
+        if not colon or not name.strip() or "\n" in header or "\r" in header:
+            parser.error(f"--header takes NAME:VALUE, got {header!r}")
+        headers[name.strip()] = value.strip()
+    return headers
 
 
 def _table(answer: dict[str, Any]) -> str:
@@ -109,4 +178,12 @@ def _table(answer: dict[str, Any]) -> str:
         f"{answer['prompt_tokens']} prompt tokens ({answer['token_source']}) for {answer['model']}; {answer['reason']};"
         f" {answer['choice']} ({answer['pd_reason']})"
     )
-    return "\n".join([head, *lines])
+    notes = [
+        f"no handover from {pair['prefill']} to {pair['decode']}: {pair['state']} ({pair['reason']})"
+        for pair in answer["broken_pairs"]
+    ]
+    if answer["unavailable"]:
+        notes.append(f"not available: {', '.join(answer['unavailable'])}")
+    if answer.get("blocks_left_out"):
+        notes.append(f"{answer['blocks_left_out']} blocks were not saved: more may be cached than is shown")
+    return "\n".join([head, *lines, *notes])

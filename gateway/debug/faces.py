@@ -22,6 +22,7 @@ from gateway.debug.gauges import FleetGauges
 from gateway.debug.health import degradations, health, is_usable
 from gateway.debug.learned import learned
 from gateway.debug.queue import queue_page
+from gateway.debug.saved import MOST_BLOCKS, save
 from gateway.debug.state import Snapshots
 from gateway.debug.stream import PATH as STREAM
 from gateway.debug.stream import Stream, encoded
@@ -77,6 +78,7 @@ class Faces:
             "/debug/config": _read_only(self._config),
             "/debug/decisions": _read_only(self._decisions),
             "/debug/explain": self._explain,
+            "/debug/fleet": _read_only(self._fleet),
             "/debug/learned": _read_only(self._learned),
             "/debug/queue": _read_only(self._queue),
             "/debug/state": _read_only(self._state),
@@ -115,6 +117,11 @@ class Faces:
 
     def _state(self, request: web.BaseRequest) -> web.Response:
         return json_response(encoded(self.stream.snapshot()))
+
+    async def _fleet(self, request: web.BaseRequest) -> web.Response:
+        """To be saved, with `?blocks=` of them at most."""
+        most = request.rel_url.query.get("blocks")
+        return json_response(await save(self._core, MOST_BLOCKS if most is None else _whole(most, "blocks")))
 
     def _decisions(self, request: web.BaseRequest) -> web.Response:
         """The last `?n=` of them, or the one of a `?number=`, with all they considered."""

@@ -11,6 +11,7 @@ import msgspec
 from gateway.core import Core
 from gateway.debug.queue import filling
 from gateway.engine.capabilities import EventSource
+from gateway.engine.feed import FeedStatus
 from gateway.engine.health import State
 from gateway.publishing import EVENTS_UP
 from scorer.fleet import Worker
@@ -197,9 +198,11 @@ def no_events(sources: Mapping[int, EventSource] | None) -> str:
 
 
 def _of_events(core: Core) -> Iterator[Degradation]:
-    feeds = core.ingest.status()
+    feeds: dict[str, list[FeedStatus]] = {}
+    for (name, _), feed in sorted(core.ingest.status().items()):
+        feeds.setdefault(name, []).append(feed)
     for name, worker in sorted(core.fleet.workers.items()):
-        mine = [feed for (feed_worker, _), feed in sorted(feeds.items()) if feed_worker == name]
+        mine = feeds.get(name)
         if not mine:
             sources = core.capabilities[name].event_sources if name in core.capabilities else None
             why = no_events(sources)

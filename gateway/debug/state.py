@@ -26,6 +26,8 @@ _SHOWN_WARNINGS = 100
 _SHOWN_RANKS = 16
 _SHOWN_MODELS = 16
 _LONGEST_TEXT = 400
+_WARNINGS_S = 3.0
+"""To look for them takes as long as all the rest, and they do not come and go by the second."""
 
 
 class RankRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -100,6 +102,8 @@ class Snapshots:
         self._in_flight = in_flight
         self._started_s = time.time()
         self._version = version("warmroute")
+        self._look_again_s = 0.0
+        self._warned: list[Warned] = []
         self._rate = 0.0
         self._rated_s = time.monotonic()
         self._rated_at = 0
@@ -107,7 +111,10 @@ class Snapshots:
     def take(self) -> Snapshot:
         core, now_s = self._core, time.monotonic()
         pace = core.decisions.pace
-        warnings = self._warnings()
+        if now_s >= self._look_again_s:
+            self._look_again_s = now_s + _WARNINGS_S
+            self._warned = self._warnings()
+        warnings = self._warned
         return Snapshot(
             at_s=round(time.time(), 1),
             head={
@@ -145,16 +152,19 @@ class Snapshots:
     def _workers(self) -> list[WorkerRow]:
         core = self._core
         held = core.index.held_tokens()
-        feeds = core.ingest.status()
+        feeds: dict[str, dict[int, FeedStatus]] = {}
+        for (name, rank), feed in core.ingest.status().items():
+            feeds.setdefault(name, {})[rank] = feed
         found: list[WorkerRow] = []
         for name, worker in sorted(core.fleet.workers.items()):
-            ranks = sorted({*worker.loads, *(rank for w, rank in feeds if w == name)})
+            mine = feeds.get(name, {})
+            ranks = sorted({*worker.loads, *mine})
             found.append(
                 _worker_row(
                     core,
                     worker,
                     [
-                        _rank_row(worker, rank, held.get((name, rank), {}), feeds.get((name, rank)))
+                        _rank_row(worker, rank, held.get((name, rank), {}), mine.get(rank))
                         for rank in ranks[:_SHOWN_RANKS]
                     ],
                     len(ranks),

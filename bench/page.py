@@ -1,0 +1,202 @@
+"""`python -m bench page`: what it costs a gateway that its page (`/debug/stream`) is watched.
+
+The gateway runs in a process of its own in front of 64 workers that cost next to nothing, with 10 streamed answers a
+second. Rounds with and without 10 viewers take turns; the figure is the median difference of the gateway's CPU time, as
+a share of one core. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.demo.gateway import free_port
+from bench.proxy.feed import Feed
+from bench.proxy.processes import cpu_s
+from bench.proxy.prompts import MODEL
+
+TARGETS: list[tuple[str, float]] = [("viewers_10_cpu_percent", 1.0), ("first_message_bytes", 65_536)]
+N_WORKERS, N_VIEWERS = 64, 10
+_PER_S = 10
+_ROUND_S = 5.0
+"""Metrics are read as often, so that each half of a round has its share: to read 64 pages takes more than what is
+measured here.
+"""
+_HOST = "127.0.0.1"
+_SETTLE_S = 1.0
+"""After viewers came or went, before the clock is read."""
+
+
+class Watched(msgspec.Struct):
+    """What one viewer was sent."""
+
+    first_bytes: int = 0
+    bytes: int = 0
+    messages: int = 0
+
+
+async def _view(http: aiohttp.ClientSession, url: str, seen: Watched) -> None:
+    async with http.get(url) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                seen.first_bytes = seen.first_bytes or len(line)
+                seen.messages += 1
+            seen.bytes += len(line)
+
+
+async def _ask(http: aiohttp.ClientSession, url: str) -> None:
+    """Streamed answers, one after the other in time, whether earlier ones have ended or not."""
+    rng = random.Random(1)
+    shared = [[rng.randrange(32_000) for _ in range(1024)] for _ in range(8)]
+    asked: set[asyncio.Task[None]] = set()
+    while True:
+        prompt = rng.choice(shared) + [rng.randrange(32_000) for _ in range(64)]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "stream": True, "seed": 10}
+        task = asyncio.create_task(_complete(http, url, body))
+        asked.add(task)
+        task.add_done_callback(asked.discard)
+        await asyncio.sleep(1 / _PER_S)
+
+
+async def _complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
+    async with http.post(url, json=body) as response:
+        await response.read()
+
+
+@contextlib.asynccontextmanager
+async def _watching(http: aiohttp.ClientSession, url: str, n: int) -> AsyncIterator[list[Watched]]:
+    seen = [Watched() for _ in range(n)]
+    tasks = [asyncio.create_task(_view(http, url, each)) for each in seen]
+    try:
+        yield seen
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _cpu_share(pid: int, duration_s: float) -> float:
+    loop = asyncio.get_running_loop()
+    began_s, before_s = loop.time(), cpu_s(pid)
+    await asyncio.sleep(duration_s)
+    return (cpu_s(pid) - before_s) / (loop.time() - began_s)
+
+
+async def _ready(http: aiohttp.ClientSession, admin: str) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(f"{admin}/health") as response:
+                    if (await response.json(content_type=None))["usable"] == N_WORKERS:
+                        return
+            await asyncio.sleep(0.2)
+
+
+async def _measure(gateway: subprocess.Popen[bytes], url: str, admin: str, rounds: int, round_s: float) -> Any:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
+        await _ready(http, admin)
+        asking = asyncio.create_task(_ask(http, f"{url}/v1/completions"))
+        alone, watched, last = [], [], Watched()
+        for _ in range(rounds):
+            await asyncio.sleep(_SETTLE_S)
+            alone.append(await _cpu_share(gateway.pid, round_s))
+            async with _watching(http, f"{admin}/debug/stream", N_VIEWERS) as seen:
+                await asyncio.sleep(_SETTLE_S)
+                watched.append(await _cpu_share(gateway.pid, round_s))
+            last = seen[0]
+        if asking.done():
+            asking.result()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    differences = [100 * (b - a) for a, b in zip(alone, watched, strict=True)]
+    return {
+        "viewers_10_cpu_percent": statistics.median(differences),
+        "viewers_10_cpu_percent_highest": max(differences),
+        "gateway_cpu_percent": 100 * statistics.median(alone),
+        "first_message_bytes": last.first_bytes,
+        "message_bytes": (last.bytes - last.first_bytes) / max(1, last.messages - 1),
+    }
+
+
+def targets(figures: dict[str, float]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "goal": f"<= {goal:g}", "measured": round(figures[name], 3), "met": figures[name] <= goal}
+        for name, goal in TARGETS
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench page", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="end with one JSON line")
+    parser.add_argument("--quick", action="store_true", help="two short rounds (figures are not comparable)")
+    args = parser.parse_args(argv)
+    if not sys.platform.startswith("linux"):
+        print("bench: error: CPU clocks of processes are read, which needs Linux", file=sys.stderr)
+        return 2
+    figures = run(*((2, 2.0) if args.quick else (12, _ROUND_S)))
+    for name, value in figures.items():
+        print(f"  {name:<34} {value:>12,.2f}")
+    judged = targets(figures)
+    for target in judged:
+        print(f"{'met ' if target['met'] else 'MISS'}  {target['name']} {target['goal']}: {target['measured']}")
+    if args.json:
+        rounded = {name: round(value, 3) for name, value in figures.items()}
+        print(json.dumps({"bench": "page", "figures": rounded, "targets": judged}))
+    return 0
+
+
+def run(rounds: int, round_s: float) -> dict[str, float]:
+    """The figures of so many rounds, each `round_s` without and with viewers."""
+    port, admin_port = free_port(), free_port()
+    feed = Feed(N_WORKERS)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WARMROUTE_")}
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        stack.callback(feed.close)
+        command = [sys.executable, "-m", "bench.proxy.backend", "--workers", str(N_WORKERS)]
+        backend = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
+        stack.callback(_end, backend)
+        assert backend.stdout is not None  # noqa: S101 - piped
+        ports = json.loads(backend.stdout.readline())["ports"]
+        config = {
+            "gateway": {"host": _HOST, "port": port, "admin_host": _HOST, "admin_port": admin_port},
+            "workers": [
+                {"url": f"http://{_HOST}:{worker}", "name": f"worker-{i:02}", "events": events}
+                for i, (worker, events) in enumerate(zip(ports, feed.endpoints, strict=True))
+            ],
+            "health": {"scrape_interval_s": round_s},
+            "logging": {"level": "error"},
+        }
+        file = Path(folder, "gateway.yaml")
+        file.write_bytes(msgspec.json.encode(config))  # Which is YAML.
+        command = [sys.executable, "-m", "gateway", "gateway", "--config", str(file)]
+        gateway = subprocess.Popen(command, env=environment)  # noqa: S603
+        stack.callback(_end, gateway)
+        found: dict[str, float] = asyncio.run(
+            _measure(gateway, f"http://{_HOST}:{port}", f"http://{_HOST}:{admin_port}", rounds, round_s)
+        )
+        return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
