@@ -30,5 +30,7 @@ REMEDIES = {
     "tokens_slow": "nothing has to be done; docs/tokens.md says why",
     "learning_not_kept": "make the folder of learning.file writable",
     "queue_filling": "add workers, or lower what is let in (docs/queue.md)",
+    "responses_unseen": "let Envoy show responses to the picker (docs/epp.md): response_header_mode SEND",
+    "leader_unknown": "see whether the Kubernetes API answers, and whether leases may be read and written",
     "hits_missed": "reset caches through this port (POST /reset_prefix_cache), and see events_partial",
 }

@@ -185,7 +185,7 @@ class Snapshots:
 
     def _warnings(self) -> list[Warned]:
         found = [
-            Warned(what=it.what, about=it.worker or it.model, detail=_cut(it.detail), remedy=REMEDIES[it.what])
+            Warned(what=it.what, about=it.worker or it.model, detail=_cut(it.detail), remedy=REMEDIES.get(it.what, ""))
             for it in degradations(self._core)
         ]
         for name, hits in self._core.hits.workers.items():

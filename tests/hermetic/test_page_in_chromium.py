@@ -8,8 +8,9 @@ import pytest
 
 from bench.engine.server import FakeVllm
 from gateway.config import Config
-from gateway.config.schema import GatewayConfig, HealthConfig, LoggingConfig, Worker
+from gateway.config.schema import EppConfig, GatewayConfig, HealthConfig, LoggingConfig, Worker
 from gateway.debug.stream import MOST_VIEWERS
+from gateway.epp.run import Epp
 from gateway.run import Gateway
 from tests.support.chromium import Chromium, Page, launched
 from tests.support.gateway_world import Fleet, engine, until
@@ -229,3 +230,15 @@ async def test_the_sidecar_serves_it_too(browser: Chromium) -> None:
         assert "sidecar" in await page.text("h1")
         await until(lambda: pod.sidecar.faces.stream.viewers == 1)
         assert page.errors == []
+
+
+async def test_the_picker_serves_it_too(browser: Chromium) -> None:
+    async with FakeVllm(engine()) as vllm:
+        own = EppConfig(host="127.0.0.1", port=0, health_port=0, metrics_port=0, admin_port=0, tls="off")
+        config = Config(epp=own, workers=(Worker(url=vllm.url, name="a"),), logging=LoggingConfig(level="error"))
+        async with Epp(config) as epp:
+            page = await browser.open(f"http://127.0.0.1:{epp.admin_port}/debug")
+            await page.until(LIVE)
+            assert "epp" in await page.text("h1")
+            await page.until("document.querySelectorAll('#fleet tbody tr').length === 1")
+            assert page.errors == []
