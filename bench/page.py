@@ -58,21 +58,28 @@ async def _view(http: aiohttp.ClientSession, url: str, seen: Watched) -> None:
 
 
 async def _ask(http: aiohttp.ClientSession, url: str) -> None:
-    """Streamed answers, one after the other in time, whether earlier ones have ended or not."""
+    """Streamed answers, one after the other in time, whether earlier ones have ended or not. Raises what one raised."""
     rng = random.Random(1)
     shared = [[rng.randrange(32_000) for _ in range(1024)] for _ in range(8)]
     asked: set[asyncio.Task[None]] = set()
-    while True:
-        prompt = rng.choice(shared) + [rng.randrange(32_000) for _ in range(64)]
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "stream": True, "seed": 10}
-        task = asyncio.create_task(_complete(http, url, body))
-        asked.add(task)
-        task.add_done_callback(asked.discard)
-        await asyncio.sleep(1 / _PER_S)
+    try:
+        while True:
+            prompt = rng.choice(shared) + [rng.randrange(32_000) for _ in range(64)]
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "stream": True, "seed": 10}
+            asked.add(asyncio.create_task(_complete(http, url, body)))
+            await asyncio.sleep(1 / _PER_S)
+            for task in [task for task in asked if task.done()]:
+                asked.discard(task)
+                task.result()
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def _complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
     async with http.post(url, json=body) as response:
+        response.raise_for_status()
         await response.read()
 
 
