@@ -1,8 +1,8 @@
 """`python -m bench page`: what it costs a gateway that its page (`/debug/stream`) is watched.
 
-The gateway runs in a process of its own in front of 64 workers that cost next to nothing, with 10 streamed answers a
-second. Rounds with and without 10 viewers take turns; the figure is the median difference of the gateway's CPU time, as
-a share of one core. Linux.
+Two gateways in processes of their own, in front of the same 64 workers that cost next to nothing, have the same ten
+streamed answers a second. One of them has 10 viewers, then the other; the figure is the median over rounds of how much
+more CPU time the watched one takes, as a share of one core. So what disturbs both at once is left out. Linux.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -32,10 +32,8 @@ from bench.proxy.prompts import MODEL
 TARGETS: list[tuple[str, float]] = [("viewers_10_cpu_percent", 1.0), ("first_message_bytes", 65_536)]
 N_WORKERS, N_VIEWERS = 64, 10
 _PER_S = 10
-_ROUND_S = 5.0
-"""Metrics are read as often, so that each half of a round has its share: to read 64 pages takes more than what is
-measured here.
-"""
+_SCRAPE_S = 5.0
+"""To read 64 pages of metrics takes more than what is measured here."""
 _HOST = "127.0.0.1"
 _SETTLE_S = 1.0
 """After viewers came or went, before the clock is read."""
@@ -60,21 +58,28 @@ async def _view(http: aiohttp.ClientSession, url: str, seen: Watched) -> None:
 
 
 async def _ask(http: aiohttp.ClientSession, url: str) -> None:
-    """Streamed answers, one after the other in time, whether earlier ones have ended or not."""
+    """Streamed answers, one after the other in time, whether earlier ones have ended or not. Raises what one raised."""
     rng = random.Random(1)
     shared = [[rng.randrange(32_000) for _ in range(1024)] for _ in range(8)]
     asked: set[asyncio.Task[None]] = set()
-    while True:
-        prompt = rng.choice(shared) + [rng.randrange(32_000) for _ in range(64)]
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "stream": True, "seed": 10}
-        task = asyncio.create_task(_complete(http, url, body))
-        asked.add(task)
-        task.add_done_callback(asked.discard)
-        await asyncio.sleep(1 / _PER_S)
+    try:
+        while True:
+            prompt = rng.choice(shared) + [rng.randrange(32_000) for _ in range(64)]
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "stream": True, "seed": 10}
+            asked.add(asyncio.create_task(_complete(http, url, body)))
+            await asyncio.sleep(1 / _PER_S)
+            for task in [task for task in asked if task.done()]:
+                asked.discard(task)
+                task.result()
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def _complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
     async with http.post(url, json=body) as response:
+        response.raise_for_status()
         await response.read()
 
 
@@ -90,11 +95,23 @@ async def _watching(http: aiohttp.ClientSession, url: str, n: int) -> AsyncItera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _cpu_share(pid: int, duration_s: float) -> float:
+class Watcher(NamedTuple):
+    """One of the two gateways."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    admin: str
+
+
+async def _difference(watched: Watcher, other: Watcher, duration_s: float) -> tuple[float, float]:
+    """(share of a core that the first takes more than the second, that of the second)"""
     loop = asyncio.get_running_loop()
-    began_s, before_s = loop.time(), cpu_s(pid)
+    began_s = loop.time()
+    before = [cpu_s(each.process.pid) for each in (watched, other)]
     await asyncio.sleep(duration_s)
-    return (cpu_s(pid) - before_s) / (loop.time() - began_s)
+    after = [cpu_s(each.process.pid) for each in (watched, other)]
+    first, second = ((b - a) / (loop.time() - began_s) for a, b in zip(before, after, strict=True))
+    return first - second, second
 
 
 async def _ready(http: aiohttp.ClientSession, admin: str) -> None:
@@ -107,27 +124,32 @@ async def _ready(http: aiohttp.ClientSession, admin: str) -> None:
             await asyncio.sleep(0.2)
 
 
-async def _measure(gateway: subprocess.Popen[bytes], url: str, admin: str, rounds: int, round_s: float) -> Any:
+async def _measure(gateways: tuple[Watcher, Watcher], rounds: int, round_s: float) -> dict[str, float]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
-        await _ready(http, admin)
-        asking = asyncio.create_task(_ask(http, f"{url}/v1/completions"))
-        alone, watched, last = [], [], Watched()
+        for each in gateways:
+            await _ready(http, each.admin)
+        asking = [asyncio.create_task(_ask(http, f"{each.url}/v1/completions")) for each in gateways]
+        more, alone, last = [], [], Watched()
         for _ in range(rounds):
-            await asyncio.sleep(_SETTLE_S)
-            alone.append(await _cpu_share(gateway.pid, round_s))
-            async with _watching(http, f"{admin}/debug/stream", N_VIEWERS) as seen:
-                await asyncio.sleep(_SETTLE_S)
-                watched.append(await _cpu_share(gateway.pid, round_s))
-            last = seen[0]
-        if asking.done():
-            asking.result()
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-    differences = [100 * (b - a) for a, b in zip(alone, watched, strict=True)]
+            both = []
+            for watched, other in (gateways, gateways[::-1]):
+                async with _watching(http, f"{watched.admin}/debug/stream", N_VIEWERS) as seen:
+                    await asyncio.sleep(_SETTLE_S)
+                    difference, share = await _difference(watched, other, round_s)
+                both.append(difference)
+                alone.append(share)
+                last = seen[0]
+            more.append(100 * statistics.mean(both))
+        for task in asking:
+            if task.done():
+                task.result()
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
     return {
-        "viewers_10_cpu_percent": statistics.median(differences),
-        "viewers_10_cpu_percent_highest": max(differences),
+        "viewers_10_cpu_percent": statistics.median(more),
+        "viewers_10_cpu_percent_lowest": min(more),
+        "viewers_10_cpu_percent_highest": max(more),
         "gateway_cpu_percent": 100 * statistics.median(alone),
         "first_message_bytes": last.first_bytes,
         "message_bytes": (last.bytes - last.first_bytes) / max(1, last.messages - 1),
@@ -149,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     if not sys.platform.startswith("linux"):
         print("bench: error: CPU clocks of processes are read, which needs Linux", file=sys.stderr)
         return 2
-    figures = run(*((2, 2.0) if args.quick else (12, _ROUND_S)))
+    figures = run(*((2, 2.0) if args.quick else (10, 5.0)))
     for name, value in figures.items():
         print(f"  {name:<34} {value:>12,.2f}")
     judged = targets(figures)
@@ -162,35 +184,39 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(rounds: int, round_s: float) -> dict[str, float]:
-    """The figures of so many rounds, each `round_s` without and with viewers."""
-    port, admin_port = free_port(), free_port()
+    """The figures of so many rounds, each of `round_s` with viewers at one gateway and then at the other."""
     feed = Feed(N_WORKERS)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WARMROUTE_")}
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         stack.callback(feed.close)
         command = [sys.executable, "-m", "bench.proxy.backend", "--workers", str(N_WORKERS)]
         backend = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
         stack.callback(_end, backend)
         assert backend.stdout is not None  # noqa: S101 - piped
-        ports = json.loads(backend.stdout.readline())["ports"]
-        config = {
-            "gateway": {"host": _HOST, "port": port, "admin_host": _HOST, "admin_port": admin_port},
-            "workers": [
-                {"url": f"http://{_HOST}:{worker}", "name": f"worker-{i:02}", "events": events}
-                for i, (worker, events) in enumerate(zip(ports, feed.endpoints, strict=True))
-            ],
-            "health": {"scrape_interval_s": round_s},
-            "logging": {"level": "error"},
-        }
-        file = Path(folder, "gateway.yaml")
-        file.write_bytes(msgspec.json.encode(config))  # Which is YAML.
-        command = [sys.executable, "-m", "gateway", "gateway", "--config", str(file)]
-        gateway = subprocess.Popen(command, env=environment)  # noqa: S603
-        stack.callback(_end, gateway)
-        found: dict[str, float] = asyncio.run(
-            _measure(gateway, f"http://{_HOST}:{port}", f"http://{_HOST}:{admin_port}", rounds, round_s)
-        )
-        return found
+        workers = [
+            {"url": f"http://{_HOST}:{worker}", "name": f"worker-{i:02}", "events": events}
+            for i, (worker, events) in enumerate(
+                zip(json.loads(backend.stdout.readline())["ports"], feed.endpoints, strict=True)
+            )
+        ]
+        gateways = (_gateway(Path(folder, "a.yaml"), workers), _gateway(Path(folder, "b.yaml"), workers))
+        for each in gateways:
+            stack.callback(_end, each.process)
+        return asyncio.run(_measure(gateways, rounds, round_s))
+
+
+def _gateway(file: Path, workers: list[dict[str, Any]]) -> Watcher:
+    port, admin_port = free_port(), free_port()
+    config = {
+        "gateway": {"host": _HOST, "port": port, "admin_host": _HOST, "admin_port": admin_port},
+        "workers": workers,
+        "health": {"scrape_interval_s": _SCRAPE_S},
+        "logging": {"level": "error"},
+    }
+    file.write_bytes(msgspec.json.encode(config))  # Which is YAML.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WARMROUTE_")}
+    command = [sys.executable, "-m", "gateway", "gateway", "--config", str(file)]
+    process = subprocess.Popen(command, env=environment)  # noqa: S603
+    return Watcher(process, f"http://{_HOST}:{port}", f"http://{_HOST}:{admin_port}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

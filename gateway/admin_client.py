@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -42,10 +43,10 @@ def ask(
     except urllib.error.HTTPError as exc:
         said, code = _error(exc.read())
         if exc.code in (404, 405) and (code in _NO_SUCH_PAGE or not isinstance(code, str)):
-            said = f"{url}: {said or f'status {exc.code}'} {_WHICH_PORT}"
+            raise UserError(f"{url}: {said or f'status {exc.code}'} {_WHICH_PORT}") from None
         raise Refused(said or f"{url}: status {exc.code}") from None
-    except (urllib.error.URLError, TimeoutError) as exc:
-        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+    except (OSError, http.client.HTTPException) as exc:  # Among them that it went while it answered.
+        reason = exc.reason if isinstance(exc, urllib.error.URLError) else str(exc) or type(exc).__name__
         raise UserError(f"no gateway answers at {url}: {reason}") from None
     except ValueError:
         raise UserError(f"{url} did not answer in JSON; is it a gateway's admin address?") from None

@@ -92,5 +92,5 @@ async def test_explain_at_the_wrong_port_says_which_is_the_right_one(capsys: pyt
             assert await asyncio.to_thread(main, args) == 2
             assert "gateway.admin_port, 8001 by default" in capsys.readouterr().err
         args = ["explain", "--admin", fleet.admin, "--model", "no-such-model", "--prompt", "hello"]
-        assert await asyncio.to_thread(main, args) == 2
+        assert await asyncio.to_thread(main, args) == 1
         assert "admin_port" not in capsys.readouterr().err

@@ -13,9 +13,11 @@ import termios
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from aiohttp import web
 
 from gateway.debug import top
 from gateway.errors import UserError
+from gateway.proxy.errors import ApiError
 from tests.support.gateway_world import Fleet, engine
 from tests.support.sidecar_world import free_port
 
@@ -24,6 +26,24 @@ from tests.support.sidecar_world import free_port
 async def fleet() -> AsyncIterator[Fleet]:
     async with Fleet(a=engine(), b=engine()) as started:
         yield started
+
+
+def refusing(request: web.BaseRequest) -> web.Response:
+    raise ApiError(503, "not now", code="not_now")
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"no http\r\n\r\n"])
+async def test_a_gateway_that_goes_while_it_answers_is_no_crash(answer: bytes) -> None:
+    async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(broken, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(UserError, match="no gateway answers at"):
+            await asyncio.to_thread(top.main, ["--admin", f"http://127.0.0.1:{port}", "--once"])
 
 
 class Terminal:
@@ -87,8 +107,11 @@ async def test_once_and_as_json(fleet: Fleet, capsys: pytest.CaptureFixture[str]
 async def test_what_cannot_be_asked(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="no gateway answers at"):
         await asyncio.to_thread(top.main, ["--admin", f"http://127.0.0.1:{free_port()}", "--once"])
-    assert await asyncio.to_thread(top.main, ["--admin", fleet.url, "--once"]) == 1
-    assert "--admin takes the gateway's admin address" in capsys.readouterr().err
+    with pytest.raises(UserError, match="--admin takes the gateway's admin address"):
+        await asyncio.to_thread(top.main, ["--admin", fleet.url, "--once"])
+    fleet.gateway.admin.pages["/debug/state"] = refusing
+    assert await asyncio.to_thread(top.main, ["--admin", fleet.admin, "--once"]) == 1
+    assert "not now" in capsys.readouterr().err
     for wrong in (["--interval-s", "0"], ["--intervall-s", "1"]):
         with pytest.raises(UserError):
             top.main(wrong)
