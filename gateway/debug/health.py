@@ -48,6 +48,7 @@ DEGRADATIONS = (
     "learning_not_kept",
     "queue_filling",
     "responses_unseen",
+    "bodies_unseen",
     "leader_unknown",
 )
 

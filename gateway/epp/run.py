@@ -29,12 +29,13 @@ from gateway.extproc.server import PickerServer, PickerSettings
 from gateway.proxy.server import HttpServer
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import no_hints
-from gateway.tls import ServingCertificate
+from gateway.tls import ServingCertificate, serving_certificate
 
 _POLICY = "cost"
 _NO_SIDECAR = "local"
 _NOTICED_S = 5.0
 """So long after NOT_SERVING is said, proxies may still send requests."""
+_RECENT_S = 60.0
 _WARM_UP_S = 10.0
 """A pool may have no pods at all; so long it is waited for the first."""
 
@@ -82,7 +83,7 @@ class Epp(Service):
                 host=settings.host,
                 port=settings.port,
                 health_port=settings.health_port,
-                credentials=_credentials(settings.tls, self.certificate),
+                credentials=_credentials(settings.tls, serving_certificate(config.tls)),
                 max_body_bytes=config.gateway.max_body_bytes,
                 # The picker has a deadline of its own, and waiting for room is none of it.
                 decision_timeout_s=settings.decision_deadline_s + config.queue.max_wait_s + 1,
@@ -97,6 +98,7 @@ class Epp(Service):
         self._known: list[Discovery] = []
         self._began_s = time.monotonic()
         self._was_usable = False
+        self._n_blind, self._blind_until_s = 0, 0.0
 
     async def start(self) -> None:
         await super().start()
@@ -125,6 +127,10 @@ class Epp(Service):
         self._known = known_workers(self.config, objectives=self.objectives.replace, rewrites=self.rewrites.replace)
         return [Addressed(each) for each in self._known]
 
+    def upkeep(self) -> None:
+        if self.server.counts.blind > self._n_blind:
+            self._n_blind, self._blind_until_s = self.server.counts.blind, time.monotonic() + _RECENT_S
+
     def _began(self) -> None:
         self.plane.in_flight += 1
 
@@ -146,6 +152,11 @@ class Epp(Service):
     def _degraded(self) -> Iterator[tuple[str, str]]:
         if (problem := self.unseen.problem) is not None:
             yield "responses_unseen", problem
+        if time.monotonic() < self._blind_until_s:
+            detail = (
+                "the proxy does not show request bodies (request_body_mode): their requests are placed by load alone"
+            )
+            yield "bodies_unseen", detail
         if self.elector is not None and self.elector.problem is not None:
             yield "leader_unknown", self.elector.problem
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
 from gateway.config.schema import PdConfig
 from gateway.engine.health import State
-from tests.support.envoy import envoy_binary
+from gateway.pb import ext_proc_pb2 as pb
+from tests.support.command import Command
+from tests.support.envoy import envoy_binary, ext_proc
 from tests.support.epp_fleet import EppFleet
+from tests.support.extproc import destinations, request_head
 from tests.support.fleets import prompt
 from tests.support.gateway_world import decode, engine, prefill, until
+from tests.support.sidecar_world import free_port
 
 pytestmark = [
     pytest.mark.hermetic,
@@ -103,6 +110,18 @@ async def test_responses_that_are_not_shown_are_given_back_and_told(tmp_path: Pa
         await until(fleet.is_idle, 20)
 
 
+async def test_bodies_that_are_not_shown_are_told(tmp_path: Path) -> None:
+    def without_bodies(config: dict[str, Any]) -> None:
+        ext_proc(config)["processing_mode"].update(request_body_mode="NONE", request_trailer_mode="SKIP")
+
+    async with EppFleet(tmp_path, change=without_bodies, a=engine()) as fleet:
+        await fleet.complete("hello")
+        fleet.epp.upkeep()
+        _, ready = await fleet.page("/readyz?verbose")
+        assert "bodies_unseen" in {each["what"] for each in ready["degraded"]}
+        assert fleet.value("warmroute_epp_streams_failed_total", how="blind") == 1
+
+
 async def test_a_client_that_leaves_gives_its_booking_back(tmp_path: Path) -> None:
     async with EppFleet(tmp_path, a=engine().with_engine(timing=preset("h200-7b"))) as fleet:
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 4000, "stream": True}
@@ -152,3 +171,41 @@ async def test_it_drains(tmp_path: Path) -> None:
         assert (status, ready["draining"]) == (503, True)
         await fleet.complete("still served")
         assert await draining == 0
+
+
+async def test_the_command() -> None:
+    async with FakeVllm(engine()) as server:
+        ports = [free_port() for _ in range(2)]
+        flags = f"--grpc-health-port {ports[0]} --metrics-port {ports[1]} --secure-serving=false"
+        args = [*flags.split(), "--worker", server.url, "--drain-timeout", "0s"]
+        async with EppCommand(ports[1], "epp", *args) as epp:
+            assert "warmroute_epp_streams_total" in await epp.text("/metrics")
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{epp.port}")
+            process = channel.stream_stream(
+                "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+                request_serializer=pb.ProcessingRequest.SerializeToString,
+                response_deserializer=pb.ProcessingResponse.FromString,
+            )
+            async with channel:
+                call = process()
+                await call.write(request_head(ends=True, method="GET", path="/v1/models"))
+                answer = await call.read()
+                assert destinations(answer)[0] == server.url.removeprefix("http://")
+                call.cancel()
+            await epp.terminate()
+
+
+class EppCommand(Command):
+    """Its pages are on a port of their own."""
+
+    def __init__(self, metrics_port: int, face: str, *args: str) -> None:
+        super().__init__(face, *args)
+        self._metrics_port = metrics_port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._metrics_port}"
+
+    async def text(self, path: str) -> str:
+        async with self.http.get(self.url + path) as response:
+            return await response.text()
