@@ -32,7 +32,7 @@ from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
-from gateway.proxy.headers import OUTCOME_HEADER
+from gateway.proxy.headers import OUTCOME_HEADER, is_encoded
 from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.realtime import PATH as REALTIME
 from gateway.proxy.routes import ROUTES, Route
@@ -122,7 +122,7 @@ class PlannedPicker:
         """The body that asks for the model that is to serve it, and (that model, what the client calls it)."""
         if control.model is None and not self._rewrites:
             return body, None
-        if headers.get("content-encoding", "identity") != "identity":
+        if is_encoded(headers):
             return body, None
         try:
             asked = msgspec.json.decode(split(body).get("model", msgspec.Raw(b"null")))

@@ -94,7 +94,9 @@ class Epp(Service):
         self.elector = elector_of(config.kubernetes, changed=metrics.leads.set)
         core.metrics.registry.register(StreamCounts(self.server.counts))
         core.others_degraded.append(self._degraded)
-        self.listeners.append(HttpServer(AdminPort(self.faces.public()).handle, settings.host, settings.metrics_port))
+        self.listeners.append(
+            HttpServer(AdminPort(self.faces.public(), settings.host).handle, settings.host, settings.metrics_port)
+        )
         self._known: list[Discovery] = []
         self._began_s = time.monotonic()
         self._was_usable = False

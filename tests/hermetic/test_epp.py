@@ -163,9 +163,10 @@ async def test_a_prefill_worker_that_fails_is_learned_of(tmp_path: Path) -> None
         await until(fleet.is_idle)
 
 
-async def test_it_drains(tmp_path: Path) -> None:
+async def test_it_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.epp.run._NOTICED_S", 0.5)
     async with EppFleet(tmp_path, a=engine()) as fleet:
-        draining = asyncio.create_task(fleet.epp.drain(0.5))
+        draining = asyncio.create_task(fleet.epp.drain(20))
         await asyncio.sleep(0)
         status, ready = await fleet.page("/readyz")
         assert (status, ready["draining"]) == (503, True)
