@@ -262,7 +262,7 @@ class _Picking:
             flight=flight,
             plan_id=self._number,
             kind=self._route.tokens,
-            raw=body,
+            keeps=steps.keeps_response(self._route.tokens, body),
             wait_s=wait_s,
         )
         return pick(watch=watch)

@@ -25,6 +25,7 @@ from scorer.types import LOCAL, Outcome, OutcomeKind, PdReason
 
 UNSEEN = 0
 """In logs and metrics, the status of a response that the proxy does not show."""
+_HELD_EVENTS = 16
 _SWITCHED = 101
 """A WebSocket begins."""
 _PAIR_FAILED = frozenset(
@@ -41,13 +42,13 @@ _PAIR_FAILED = frozenset(
 
 
 class Watched:
-    """One pick. `flight` None: nothing is booked. `kind` and `raw`: of the prompt and its body as it went on; `wait_s`
-    as `Queue.enter` returned it; `began_s` when the request was here.
+    """One pick. `flight` None: nothing is booked. `kind`: of the prompt; `keeps`: the worker is to keep the response;
+    `wait_s` as `Queue.enter` returned it; `began_s` when the request was here.
     """
 
     __slots__ = (
-        "_began_s", "_elsewhere", "_endpoint", "_first", "_flight", "_guessed", "_is_stream", "_kind", "_local_text",
-        "_over", "_parts", "_plan_id", "_raw", "_record", "_shared", "_tail", "_timer", "_wait_s",
+        "_began_s", "_elsewhere", "_endpoint", "_first", "_flight", "_guessed", "_is_stream", "_keeps", "_kind",
+        "_local_text", "_over", "_parts", "_plan_id", "_record", "_shared", "_tail", "_timer", "_wait_s",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +61,7 @@ class Watched:
         flight: Flight | None = None,
         plan_id: str = "",
         kind: str | None = None,
-        raw: bytes = b"",
+        keeps: bool = False,
         wait_s: float | None = None,
     ) -> None:
         self._shared = shared
@@ -71,7 +72,7 @@ class Watched:
         self._flight = flight
         self._plan_id = plan_id
         self._kind = kind
-        self._raw = raw
+        self._keeps = keeps
         self._wait_s = wait_s
         self._tail: UsageTail | None = None
         self._is_stream = False
@@ -108,8 +109,7 @@ class Watched:
             self._flight.lost_sight()  # Either side may be silent for as long as it likes.
             self._first = True
         if self._flight is not None:
-            self._tail = UsageTail(steps.response_head(self._parts, self._kind, self._raw, self._flight))
-        self._raw = b""
+            self._tail = UsageTail(steps.response_head(self._parts, self._flight) if self._keeps else None)
 
     def chunk(self, data: bytes) -> None:
         self._record.sent_bytes += len(data)
@@ -121,6 +121,8 @@ class Watched:
             return
         if not self._first:
             self._first = True
+            # A proxy that is configured to hold responses shows a stream when it is over.
+            self._guessed = self._guessed or (self._is_stream and data.count(b"\n\n") >= _HELD_EVENTS)
             if self._record.status < 400:
                 self._note_first(flight)
         tail.feed(data)

@@ -232,7 +232,8 @@ class Exchange:
                 headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
         raw = b"" if self._dispatch is None else self._dispatch.raw
-        tail = UsageTail(steps.response_head(self._parts, self.route.tokens, raw, flight))
+        keeps = steps.keeps_response(self.route.tokens, raw)
+        tail = UsageTail(steps.response_head(self._parts, flight) if keeps else None)
         if good:
             flight.first_byte()
             if answer.is_stream:

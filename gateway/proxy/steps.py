@@ -160,10 +160,13 @@ def _inside(worker: Worker) -> float:
 # ---- after -----------------------------------------------------------------------------------------------------------
 
 
-def response_head(parts: Parts, kind: str | None, body: bytes, flight: Flight) -> ResponseHead | None:
+def keeps_response(kind: str | None, body: bytes) -> bool:
+    """Whether the worker is to keep the response to it."""
+    return kind == "responses" and is_stored(body)
+
+
+def response_head(parts: Parts, flight: Flight) -> ResponseHead:
     """Reads the id of a response that the worker keeps."""
-    if kind != "responses" or not is_stored(body):
-        return None
     place, stored = Place(*flight.holder), parts.stored
     return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic()))
 

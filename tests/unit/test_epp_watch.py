@@ -146,6 +146,15 @@ async def test_times_of_an_answer_that_was_seen_do() -> None:
         assert Part.FLOOR in {part for part, _ in pool.planner.calibration.factors()}
 
 
+async def test_a_stream_that_the_proxy_held_to_its_end_teaches_no_times() -> None:
+    async with Pool(P()) as pool:
+        pick = await pool.picked(request(prompt(400), stream=True))
+        answer(pick, b'data: {"choices":[]}\n\n' * 40 + b"data: " + USAGE + b"\n\ndata: [DONE]\n\n", **SSE)
+        assert {part for part, _ in pool.planner.calibration.factors()} == {Part.OUTPUT}
+        assert pool.hits.workers["p0"].actual_tokens == 320
+        assert pool.is_idle()
+
+
 async def test_served_by_an_endpoint_we_do_not_know_nothing_stays_booked() -> None:
     async with Pool(P()) as pool:
         pick = await pool.picked(request(prompt(400)))
