@@ -49,6 +49,7 @@ DEGRADATIONS = (
     "queue_filling",
     "responses_unseen",
     "bodies_unseen",
+    "outcomes_missing",
     "leader_unknown",
 )
 

@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from gateway.extproc.stream import Counts
 
-OUTCOMES = ("as_planned", "otherwise", "of_another", "malformed")
-"""What sidecars say of the plans they were sent."""
+OUTCOMES = ("as_planned", "otherwise", "of_another", "malformed", "missing")
+"""What sidecars say of the plans they were sent; `missing`: nothing, of one that was to compute a prompt elsewhere."""
 LOCAL_REPLIES = ("connect", "disconnected", "timeout", "overflow")
 """What the proxy says of endpoints it could not reach, and (`overflow`) of its own limits."""
 OBJECTIVES = ("known", "unknown")
@@ -19,6 +19,7 @@ OBJECTIVES = ("known", "unknown")
 
 class EppMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.missing = 0
         self.elsewhere = Counter(
             "warmroute_epp_served_elsewhere", "Requests served by another endpoint than was picked.", registry=registry
         )
@@ -53,6 +54,7 @@ class EppMetrics:
 
     def outcome(self, outcome: str) -> None:
         self._outcomes.labels(outcome).inc()
+        self.missing += outcome == "missing"
 
     def local_reply(self, what: str) -> None:
         self._local_replies.labels(what).inc()

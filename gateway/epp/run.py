@@ -38,6 +38,11 @@ _NOTICED_S = 5.0
 _RECENT_S = 60.0
 _WARM_UP_S = 10.0
 """A pool may have no pods at all; so long it is waited for the first."""
+_TOLD = {
+    "bodies_unseen": "the proxy does not show request bodies (request_body_mode): their requests are placed by load",
+    "outcomes_missing": "prompts were to be computed elsewhere, and no sidecar of ours said what became of it: set "
+    "epp.sidecar to what stands before the engines (or gateway.response_headers is off there)",
+}
 
 
 class Epp(Service):
@@ -61,7 +66,7 @@ class Epp(Service):
         )
         self.objectives = Objectives(read_objectives(settings.objectives))
         self.rewrites = Rewrites(read_rewrites(settings.rewrites))
-        metrics = EppMetrics(core.metrics.registry)
+        metrics = self._metrics = EppMetrics(core.metrics.registry)
         self.unseen = Unseen(core.fleet.workers, metrics, config.gateway.request_timeout_s)
         self.picker = PlannedPicker(
             EppParts(
@@ -100,7 +105,8 @@ class Epp(Service):
         self._known: list[Discovery] = []
         self._began_s = time.monotonic()
         self._was_usable = False
-        self._n_blind, self._blind_until_s = 0, 0.0
+        self._counted: dict[str, int] = {}
+        self._told_until_s: dict[str, float] = {}
 
     async def start(self) -> None:
         await super().start()
@@ -130,8 +136,14 @@ class Epp(Service):
         return [Addressed(each) for each in self._known]
 
     def upkeep(self) -> None:
-        if self.server.counts.blind > self._n_blind:
-            self._n_blind, self._blind_until_s = self.server.counts.blind, time.monotonic() + _RECENT_S
+        """What has been counted since the last time is told for a while."""
+        until_s = time.monotonic() + _RECENT_S
+        counts = {"bodies_unseen": self.server.counts.blind}
+        if self.config.epp.sidecar == "warmroute":  # Others say nothing anyway.
+            counts["outcomes_missing"] = self._metrics.missing
+        for what, count in counts.items():
+            if count > self._counted.get(what, 0):
+                self._counted[what], self._told_until_s[what] = count, until_s
 
     def _began(self) -> None:
         self.plane.in_flight += 1
@@ -154,11 +166,10 @@ class Epp(Service):
     def _degraded(self) -> Iterator[tuple[str, str]]:
         if (problem := self.unseen.problem) is not None:
             yield "responses_unseen", problem
-        if time.monotonic() < self._blind_until_s:
-            detail = (
-                "the proxy does not show request bodies (request_body_mode): their requests are placed by load alone"
-            )
-            yield "bodies_unseen", detail
+        now_s = time.monotonic()
+        for what, until_s in self._told_until_s.items():
+            if now_s < until_s:
+                yield what, _TOLD[what]
         if self.elector is not None and self.elector.problem is not None:
             yield "leader_unknown", self.elector.problem
 

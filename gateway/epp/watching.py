@@ -226,6 +226,8 @@ class Watched:
             if said is not None:
                 self._shared.metrics.outcome("malformed" if outcome is None else "of_another")
             if flight.plan.remote:
+                if said is None and self._record.status < 400:
+                    self._shared.metrics.outcome("missing")
                 self._think_prefilled()
             return
         record = self._record

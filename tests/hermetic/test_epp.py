@@ -163,6 +163,16 @@ async def test_a_prefill_worker_that_fails_is_learned_of(tmp_path: Path) -> None
         await until(fleet.is_idle)
 
 
+async def test_plans_that_no_sidecar_answers_are_told(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, pd=PdConfig(policy="always-remote"), p=prefill(), d=decode()) as fleet:
+        await fleet.complete(prompt(3000))
+        assert fleet.value("warmroute_epp_sidecar_outcomes_total", outcome="missing") == 1
+        fleet.epp.upkeep()
+        _, ready = await fleet.page("/readyz?verbose")
+        assert "outcomes_missing" in {each["what"] for each in ready["degraded"]}
+        await until(fleet.is_idle)
+
+
 async def test_it_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.epp.run._NOTICED_S", 0.5)
     async with EppFleet(tmp_path, a=engine()) as fleet:
