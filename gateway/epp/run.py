@@ -56,7 +56,7 @@ class Epp(Service):
         config = _with_sidecar(config)
         if settings.tls != "files":  # tls.cert may be there for another face.
             config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))
-        core = Core(config)
+        core = Core(config, retries=False)
         super().__init__(
             core,
             no_hints,
