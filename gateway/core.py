@@ -65,7 +65,10 @@ _MAX_PACE = 100.0
 class Core:
     """Create it inside a running event loop; `start`, then `follow` a discovery, at the end `close`."""
 
-    def __init__(self, config: Config, *, rng: random.Random | None = None) -> None:
+    def __init__(self, config: Config, *, rng: random.Random | None = None, retries: bool = True) -> None:
+        """`retries`: a request is sent on when its worker does not answer, so that one may find out whether it does
+        again. Else none goes to a worker whose metrics cannot be read, as long as there is another.
+        """
         self.config = config
         self.rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
         self.fleet = Fleet()
@@ -116,7 +119,7 @@ class Core:
             look_again=self.look_again,
             try_unknown=config.gateway.unknown_models == "try",
         )
-        self.up = Available(self.fleet.workers, self.available)
+        self.up = Available(self.fleet.workers, self.available, None if retries else self._is_reachable)
         self.tenancy = Tenancy.of(config.tenancy, os.environ)
         self.queue = Queue(
             config.queue, self.planner, self.up, self.metrics, self.rng, by_tenant=self.tenancy.by_tenant
@@ -223,6 +226,9 @@ class Core:
         nobody else is left.
         """
         return self.available(worker) and self.scraper.reachable(worker) is not False
+
+    def _is_reachable(self, worker: str) -> bool:
+        return self.scraper.reachable(worker) is not False
 
     def _decoders(self) -> list[str]:
         return [worker.name for worker in self.fleet.workers.values() if worker.role.decodes]

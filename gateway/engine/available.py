@@ -9,14 +9,26 @@ from scorer.types import Role
 
 
 class Available:
-    """Of `workers`, those for which `is_available(name)` holds when it is asked."""
+    """Of `workers`, those for which `is_available(name)` holds when it is asked; of these, if there are any, those for
+    which `is_better(name)` does.
+    """
 
-    def __init__(self, workers: Mapping[str, Worker], is_available: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        workers: Mapping[str, Worker],
+        is_available: Callable[[str], bool],
+        is_better: Callable[[str], bool] | None = None,
+    ) -> None:
         self._workers = workers
         self.is_up = is_available
+        self._is_better = is_better
 
     def names(self) -> list[str]:
-        return list(filter(self.is_up, self._workers))
+        up = list(filter(self.is_up, self._workers))
+        if self._is_better is None:
+            return up
+        better = list(filter(self._is_better, up))
+        return better if any(self._workers[name].role.decodes for name in better) else up
 
     def decoders(self) -> list[str]:
         """Those that answer clients: of role decode, or both."""

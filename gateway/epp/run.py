@@ -58,7 +58,7 @@ class Epp(Service):
         config = _with_sidecar(config)
         if settings.tls != "files":  # tls.cert may be there for another face.
             config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))
-        core = Core(config)
+        core = Core(config, retries=False)
         super().__init__(
             core,
             no_hints,
@@ -139,6 +139,16 @@ class Epp(Service):
 
     def as_seen(self, discovery: Discovery) -> Discovery:
         return Addressed(discovery)
+
+    def upkeep(self) -> None:
+        """What has been counted since the last time is told for a while."""
+        until_s = time.monotonic() + _RECENT_S
+        counts = {"bodies_unseen": self.server.counts.blind}
+        if self.config.epp.sidecar == "warmroute":  # Others say nothing anyway.
+            counts["outcomes_missing"] = self._metrics.missing
+        for what, count in counts.items():
+            if count > self._counted.get(what, 0):
+                self._counted[what], self._told_until_s[what] = count, until_s
 
     def upkeep(self) -> None:
         """What has been counted since the last time is told for a while."""

@@ -94,9 +94,18 @@ async def test_a_dead_endpoint_is_found_out_by_what_envoy_says(tmp_path: Path) -
                     )
                     statuses.append(status)
         assert 503 in statuses
+        assert "a" not in fleet.core.up.names()
         assert fleet.value("warmroute_epp_local_replies_total", what="connect") >= 2
-        for _ in range(3):
-            await fleet.complete(text)
+        await until(fleet.is_idle)
+
+
+async def test_an_endpoint_whose_metrics_cannot_be_read_is_not_tried_by_requests(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, a=engine(), b=engine()) as fleet:
+        await fleet.engines["a"].stop()
+        await until(lambda: fleet.core.scraper.reachable("a") is False)
+        for i in range(10):
+            await fleet.complete(prompt(64, i))
+        assert fleet.served() == {"a": 0, "b": 10}
         await until(fleet.is_idle)
 
 

@@ -77,3 +77,18 @@ def test_a_client_that_does_not_read_says_nothing_of_the_worker() -> None:
     flight.end()
     assert rig.planner.calibration.factors()[Part.OUTPUT, "m"].n_samples == 1
     assert rig.load("a") == 0
+
+
+def test_a_guessed_time_is_booked_and_teaches_nothing() -> None:
+    rig = fleet(P("p", nixl=True), D("d", nixl=True), pd_policy="always-remote")
+    plan = rig.route(prompt(400), streaming=True)
+    assert (rig.load("p"), rig.load("d")) == (1, 1)
+    rig.now_s += 5
+    rig.observe(plan, OutcomeKind.PREFILL_DONE, guessed=True)
+    assert rig.load("p") == 0
+    rig.observe(plan, OutcomeKind.FIRST_TOKEN, guessed=True)
+    load = rig.planner.fleet.workers["d"].loads[0]
+    assert (len(load.prefills), load.streams) == (0, 1)
+    rig.observe(plan, OutcomeKind.END)
+    assert rig.planner.calibration.factors() == {}
+    rig.check_loads()
