@@ -238,8 +238,10 @@ class Session:
         return self._ask()
 
     def _more_while_deciding(self, message: pb.ProcessingRequest) -> Answers:
-        if not (self._bodies.streamed and message.HasField(_REQUEST_BODY)):
+        if not message.HasField(_REQUEST_BODY):
             self._later.append(message)
+        elif not self._bodies.streamed:
+            self._later.append(_SOME_BODY)  # It is only to be answered; what it holds need not be kept.
         elif self._is_news(message.request_body):
             self._whole = message.request_body.end_of_stream
         return []
@@ -375,6 +377,7 @@ def _can_rename(headers: CIMultiDict[str]) -> bool:
 
 
 _REQUEST_HEAD, _REQUEST_BODY = "request_headers", "request_body"
+_SOME_BODY = pb.ProcessingRequest(request_body=pb.HttpBody())
 _OF_RESPONSES = frozenset({"response_headers", "response_body", "response_trailers"})
 
 _HANDLERS: dict[tuple[_State, str], Callable[[Session, pb.ProcessingRequest], Answers]] = {

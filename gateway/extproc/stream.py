@@ -80,7 +80,7 @@ class Stream:
             raise
         except ProtocolError as exc:
             self._counts.broken += 1
-            _log.warning("a proxy's stream is broken off: %s", exc)
+            _say_once(str(exc))
             await self._context.abort(grpc.StatusCode.INTERNAL, f"protocol error: {exc}")
         except Exception as exc:
             self._counts.failed += 1
@@ -137,3 +137,14 @@ class Stream:
                 await self._context.write(self._outgoing.popleft())
         finally:
             self._writing = False
+
+
+_MOST_SAID = 64
+_said: set[str] = set()
+
+
+def _say_once(problem: str) -> None:
+    """A proxy that is set up wrongly has the same one with every request."""
+    if problem not in _said and len(_said) < _MOST_SAID:
+        _said.add(problem)
+        _log.warning("a proxy's stream is broken off, and others for the same reason later: %s", problem)

@@ -222,6 +222,16 @@ async def test_garbage_never_ends_well(garbage: bytes, caplog: pytest.LogCapture
         assert server.counts.broken + server.counts.failed == 1
 
 
+async def test_a_proxy_that_is_set_up_wrongly_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(Slow()) as (server, client):
+        for _ in range(5):
+            call = client.process()
+            await call.write(request_head(modes=(pb.GRPC, pb.BUFFERED_PARTIAL)))
+            assert await status_of(call) is grpc.StatusCode.INTERNAL
+        assert server.counts.broken == 5
+    assert caplog.text.count("bodies in modes") == 1
+
+
 async def test_a_stream_that_says_nothing_does_not_end_well() -> None:
     async with serving(Slow()) as (_, client):
         call = client.process()
