@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from bench.epp.envoy import at
+from bench.proxy.routers import free_port, stop
 from gateway.extproc import tls
 from tests.hermetic.test_envoy import SETTINGS
-from tests.support.envoy import envoy_binary
+from tests.support.envoy import cluster, envoy_binary
 from tests.support.envoy_world import CASE, EnvoyWorld
 
 pytestmark = [
@@ -69,3 +78,34 @@ def test_envoy_09_a_picker_that_dies_cuts_running_streams_and_new_ones_are_serve
     assert standalone.told("cut")[-1] == ("aborted",)
     standalone.revive_picker()
     assert standalone.ask("new").status == 200
+
+
+def test_envoy_10_a_frozen_picker_is_left_out_as_soon_as_health_says_so(tmp_path: Path) -> None:
+    """What it holds waits for it; full duplex knows no other limit than the route's. New requests fail at once."""
+    port = free_port()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_picker(config: dict[str, Any]) -> None:
+        at(cluster(config, "picker"), port)
+        command = [sys.executable, "-m", "gateway.measure", "picker", str(port), "seen", *world.pods.endpoints]
+        started.append(subprocess.Popen(command))
+
+    world = EnvoyWorld("standalone", tmp_path, change=start_picker, settings=SETTINGS)
+    try:
+        with world:
+            world.until(lambda: world.ask("before").status == 200)
+            os.kill(started[0].pid, signal.SIGSTOP)
+            with world.connect() as held:
+                held.sendall(b"GET / HTTP/1.1\r\nhost: gw\r\n\r\n")
+                world.until(lambda: world.envoy.stats("^cluster.picker.membership_healthy$").popitem()[1] == 0)
+                world.until(lambda: "no_healthy_upstream" in world.envoy.log or world.ask("new").status == 500)
+                begun = time.monotonic()
+                assert world.ask("new").status == 500
+                assert time.monotonic() - begun < 1
+                os.kill(started[0].pid, signal.SIGCONT)
+                assert b"200 OK" in held.recv(65536)
+            world.until(lambda: world.ask("after").status == 200)
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGCONT)
+            stop(process)
