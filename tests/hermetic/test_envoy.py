@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.extproc import tls
+from gateway.extproc import session, tls
 from gateway.extproc.server import PickerSettings
 from gateway.extproc.session import ProtocolError, Session
+from gateway.pb import ext_proc_pb2 as pb
 from tests.support.envoy import CONFIGS, Change, cluster, connection_manager, envoy_binary, ext_proc, http_filters
 from tests.support.envoy_world import CASE, DO, EnvoyWorld
 
@@ -139,6 +140,23 @@ def test_a_chunked_body_arrives(world: EnvoyWorld, case: str) -> None:
     answer = world.ask(case, body=iter([b'{"mod', b'el":', b'"m"}']), chunked=True)
     assert (answer.status, answer.seen["body"]) == (200, '{"model":"m"}')
     assert world.picker.asks[case].body == b'{"model":"m"}'
+
+
+@pytest.mark.parametrize("name", FULL_DUPLEX)
+def test_x1_an_end_that_comes_after_the_decision_is_passed_on(
+    worlds: Worlds, name: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Envoy says so soon that it has to be kept from the session."""
+
+    def later(self: Session, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+        self._later.append(message)
+        return []
+
+    key = (session._Request.DECIDING, "request_body")
+    monkeypatch.setitem(session._HANDLERS, key, later)
+    for i in range(20):
+        answer = worlds[name].ask(f"{case}{i}", do="sleep=0.002", body=b"x" * 100_000)
+        assert (answer.status, answer.seen["length"]) == (200, 100_000)
 
 
 def test_a_request_without_a_body_is_picked_for_too(world: EnvoyWorld, case: str) -> None:
