@@ -25,6 +25,9 @@ METHOD = "Process"
 _ENVELOPE_BYTES = 1 << 20
 """What a message has beside a body: headers, metadata."""
 
+_WINDOW_BYTES = 1 << 20
+"""Of what a proxy may send ahead on one stream."""
+
 
 class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """host: an address, IPv6 without brackets. port 0: any free one. health_port: a second one for health alone,
@@ -118,6 +121,10 @@ class PickerServer:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", most_bytes),
             ("grpc.max_send_message_length", most_bytes),
+            # Windows of a fixed size: to find the best one gRPC pings the proxy all the time, which costs both sides
+            # more than a tenth of a request.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
             # A proxy may probe an idle connection as often as it likes.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.keepalive_permit_without_calls", 1),

@@ -289,10 +289,13 @@ def test_envoy_05_an_error_of_ours_never_sends_a_request_on(world: EnvoyWorld, c
 def test_envoy_05_a_stream_that_we_break_off_fails_its_request(
     override: EnvoyWorld, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where Envoy is to go on without a picker that fails."""
+    """Also where Envoy is to go on without a picker that fails: it has given the body away."""
+    feed = Session.feed
 
-    def fail(*_: object) -> None:
-        raise ProtocolError("on purpose")
+    def fail(self: Session, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+        if message.HasField("request_body"):
+            raise ProtocolError("on purpose")
+        return feed(self, message)
 
     monkeypatch.setattr(Session, "feed", fail)
     answer = override.ask(case)
