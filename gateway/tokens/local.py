@@ -21,7 +21,7 @@ from gateway.tokens.cache import IdCache, new_seed
 from gateway.tokens.encoder import Encoder, EncoderFault, NotUsable, PlainEncoder, fast_encoder
 from gateway.tokens.given import ChatPrompt, TextPrompt
 from gateway.tokens.render import Rendered, render_chat, tools_of
-from gateway.tokens.segments import MOST_PIECES, NotInPieces, Separator, cut_at
+from gateway.tokens.segments import MOST_PIECES, NOTHING_AROUND, Around, NotInPieces, Separator, cut_at
 from gateway.tokens.settings import TokenSettings
 from gateway.tokens.template import ChatTemplate
 from gateway.tokens.types import CannotTokenize, Json, Reason
@@ -64,6 +64,8 @@ class Lookup:
     new: dict[int, bytes]
     """Texts of the others, by key."""
     add_special_tokens: bool
+    """To each piece."""
+    around: Around
 
     @property
     def is_short(self) -> bool:
@@ -143,16 +145,17 @@ class LocalTokenizer:
             data = text.encode()
         except UnicodeEncodeError as exc:
             raise CannotTokenize(Reason.MALFORMED) from exc
-        way, pieces, glue = self._way, [data], b""
-        if way.separator is not None and not add_special_tokens:
+        way, pieces, glue, around = self._way, [data], b"", NOTHING_AROUND
+        added = None if way.separator is None else way.separator.around if add_special_tokens else NOTHING_AROUND
+        if way.separator is not None and added is not None:
             cut = data.split(way.separator.text, MOST_PIECES)
             if len(cut) <= MOST_PIECES:
-                pieces, glue = cut, way.separator.ids
+                pieces, glue, around, add_special_tokens = cut, way.separator.ids, added, False
         seed = 2 * way.seed + add_special_tokens
         keys = [IdCache.key(piece, seed) for piece in pieces]
         found = self._cache.get_all(keys, map(len, pieces))
         new = {key: piece for key, piece, ids in zip(keys, pieces, found, strict=True) if ids is None}
-        return Lookup(self, way, glue, keys, found, new, add_special_tokens)
+        return Lookup(self, way, glue, keys, found, new, add_special_tokens, around)
 
     def _finished(self, lookup: Lookup) -> bytes:
         found = lookup.found
@@ -162,7 +165,9 @@ class LocalTokenizer:
             by_key = dict(zip(lookup.new, made, strict=True))
             self._cache.put_all(by_key.items())
             found = [by_key[key] if ids is None else ids for key, ids in zip(lookup.keys, found, strict=True)]
-        return lookup.glue.join(found)  # type: ignore[arg-type]  # none is None here
+        ids = lookup.glue.join(found)  # type: ignore[arg-type]  # none is None here
+        around = lookup.around
+        return ids if around is NOTHING_AROUND else around.before + ids + around.after
 
     def _made(self, way: _Way, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         try:

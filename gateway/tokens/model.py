@@ -32,9 +32,12 @@ _FINAL = frozenset(
 )
 
 # Prompts up to this size are looked at on the event loop, and done there if what is new of them is short (`Lookup`):
-# rendering them takes 0.1 to 0.2 ms, handing them to a thread and back 0.05 to 0.15 ms of CPU time on top.
-_AT_ONCE_BYTES = 64 << 10
-_AT_ONCE_MESSAGES = 64
+# looking takes 0.1 to 0.6 ms, holding the interpreter's lock all the time, so that in a thread it would be no less in
+# the loop's way, and handing it there and back takes 0.05 to 0.15 ms of CPU time on top.
+_AT_ONCE_BYTES = 256 << 10
+_AT_ONCE_BESIDE_TEXT_BYTES = 64 << 10
+"""Tools and content in parts, which take longer to render than text."""
+_AT_ONCE_MESSAGES = 256
 # A verification is as slow as tokenising can be; this many times as long there is no other.
 _REST = 20
 
@@ -82,11 +85,20 @@ def _found(rendered: Rendered, lookup: local.Lookup) -> _Found:
     return _Found(lookup.ids(), rendered.prefix_only, prefix_bytes)
 
 
-def _is_plain(prompt: Tokenizable) -> bool:
-    """Whether the prompt's text is made in time proportional to its length."""
+def _is_at_once(prompt: Tokenizable, body_bytes: int) -> bool:
+    """Whether the prompt's text is made in a time to spend on the event loop."""
+    if body_bytes > _AT_ONCE_BYTES:
+        return False
     if isinstance(prompt, TextPrompt):
         return True
-    return len(prompt.messages) <= _AT_ONCE_MESSAGES and prompt.body.get("chat_template") is None
+    messages = prompt.messages
+    if len(messages) > _AT_ONCE_MESSAGES or prompt.body.get("chat_template") is not None:
+        return False
+    if body_bytes <= _AT_ONCE_BESIDE_TEXT_BYTES:
+        return True
+    contents = (message.get("content") for message in messages)
+    text_bytes = sum(len(content) for content in contents if isinstance(content, str))
+    return body_bytes - text_bytes <= _AT_ONCE_BESIDE_TEXT_BYTES
 
 
 class ModelTokens:
@@ -219,7 +231,7 @@ class ModelTokens:
         if self._is_too_large(prompt, body_bytes):
             raise CannotTokenize(Reason.TOO_LARGE)
         rest: Callable[[], _Found] = partial(self._tokenize, prompt)
-        if body_bytes is not None and body_bytes <= _AT_ONCE_BYTES and _is_plain(prompt):
+        if body_bytes is not None and _is_at_once(prompt, body_bytes):
             rendered, lookup = self._look_up(prompt)
             if lookup.is_short:
                 return _found(rendered, lookup)

@@ -6,8 +6,9 @@ text, so a template that rewrites history costs what it rewrote, and no more.
 Joined ids equal the ids of the whole exactly if (1) the text is always cut at every occurrence of the separator: it is
 an added token, matched before normalisation, takes no space beside it, needs no word boundary, and no other added token
 can swallow it; (2) a piece is treated alike wherever it stands: nothing is put in front of the first one, words do not
-reach over the cut; (3) nothing is random, cut off or put around the whole (`add_special_tokens` is off; the template
-writes what belongs in front). `cut_at` allows what is known to keep to this, and nothing else.
+reach over the cut; (3) nothing is random or cut off, and what is put around the whole (with `add_special_tokens`; chat
+templates write themselves what belongs in front) is always the same. `cut_at` allows what is known to keep to this, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -32,11 +33,25 @@ class NotInPieces(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Around:
+    """Ids (uint32 little-endian) that the tokenizer puts before and after a text."""
+
+    before: bytes = b""
+    after: bytes = b""
+
+
+NOTHING_AROUND = Around()
+
+
+@dataclass(frozen=True, slots=True)
 class Separator:
-    """An added token, as text (UTF-8) and as ids (uint32 little-endian)."""
+    """An added token, as text (UTF-8) and as ids (uint32 little-endian). `around`: what `add_special_tokens` adds to a
+    text; None: that is not known, and such texts must be tokenised as a whole.
+    """
 
     text: bytes
     ids: bytes
+    around: Around | None = None
 
 
 class _Model(msgspec.Struct):
@@ -64,6 +79,7 @@ class TokenizerFile(msgspec.Struct):
     model: _Model
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
     added_tokens: list[_Added] = []
 
 
@@ -97,7 +113,35 @@ def cut_at(file: bytes, added: Iterable[Any], samples: Sequence[str]) -> Separat
     if not found:
         raise NotInPieces("its chat template writes no control token to cut at")
     best = max(found, key=lambda pair: pair[0])[1]
-    return Separator(best.content.encode(), pack_ids([best.id]))
+    return Separator(best.content.encode(), pack_ids([best.id]), _around(parsed.post_processor))
+
+
+def _around(post_processor: dict[str, Any] | None) -> Around | None:
+    """What the post-processor adds to a single text, if it is of a kind that adds the same to each."""
+    found = NOTHING_AROUND
+    for part in _parts(post_processor, "processors"):
+        kind = part.get("type")
+        if kind == "ByteLevel":  # It changes offsets alone.
+            continue
+        if kind != "TemplateProcessing" or found is not NOTHING_AROUND:
+            return None
+        try:
+            found = _of_template(part["single"], part["special_tokens"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            return None
+    return found
+
+
+def _of_template(single: list[dict[str, Any]], special: dict[str, Any]) -> Around:
+    """Raises all kinds of errors for what is not as `tokenizers` writes it."""
+    (at,) = (i for i, piece in enumerate(single) if "Sequence" in piece)
+    if single[at]["Sequence"]["id"] != "A":
+        raise ValueError("another text's place")
+    before, after = (
+        b"".join(pack_ids(special[piece["SpecialToken"]["id"]]["ids"]) for piece in pieces)
+        for pieces in (single[:at], single[at + 1 :])
+    )
+    return Around(before, after)
 
 
 def _parts(value: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:

@@ -59,8 +59,9 @@ def test_ids_are_those_of_the_whole_text(name: str, cache_bytes: int, conversati
     for turns in conversations:
         for n in range(1, len(turns) + 1):
             text = local.text_of(chat(turns[:n])).text
-            expected = plain.encode(text, add_special_tokens=False).ids
-            assert local.encode(text, add_special_tokens=False) == pack_ids(expected)
+            for special in (False, True):
+                expected = plain.encode(text, add_special_tokens=special).ids
+                assert local.encode(text, add_special_tokens=special) == pack_ids(expected)
 
 
 @pytest.mark.parametrize("name", ["bytelevel", "greedy_neighbour"])

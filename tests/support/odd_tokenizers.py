@@ -88,6 +88,29 @@ def metaspace(prepend_scheme: str) -> str:
 PREPEND: Json = {"type": "Prepend", "prepend": "\u2581"}
 NFC: Json = {"type": "NFC"}
 
+
+def with_post_processor(value: Json | None) -> str:
+    return changed(lambda file: file.update(post_processor=value))
+
+
+def around(before: list[str], after: list[str]) -> Json:
+    """A post-processor that puts tokens around a text."""
+    ids = {each["content"]: each["id"] for each in json.loads(tokenizer_json())["added_tokens"]}
+
+    def pieces(names: list[str]) -> list[Json]:
+        return [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
+
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [*pieces(before), text, *pieces(after)],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in {*before, *after}},
+    }
+
+
+BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
 WHOLE: dict[str, str] = {
     "metaspace_first": metaspace("first"),
     "metaspace_always": metaspace("always"),
@@ -122,5 +145,16 @@ PIECES: dict[str, str] = {
     "greedy_neighbour": with_token("<|greedy|>", lstrip=True, rstrip=True),
     "plain_neighbour": with_token("hello", special=False, normalized=True),
     "longer_neighbour": with_token("<|im_start", special=False),
+    "nothing_around": with_post_processor(None),
+    "byte_level_around": with_post_processor(BYTE_LEVEL),
+    "both_ends": with_post_processor(
+        {"type": "Sequence", "processors": [BYTE_LEVEL, around(["<|bos|>", "<|im_start|>"], ["<|eos|>"])]}
+    ),
+    "two_around": with_post_processor(
+        {"type": "Sequence", "processors": [around(["<|bos|>"], []), around([], ["<|eos|>"])]}
+    ),
+    "bert_around": with_post_processor({"type": "BertProcessing", "sep": ["<|eos|>", 2], "cls": ["<|bos|>", 1]}),
 }
+WHOLE_WITH_SPECIAL_TOKENS = frozenset({"two_around", "bert_around"})
+"""Of these, those whose special tokens are not known to be the same around each text."""
 """Files whose chats may be cut at <|im_start|> or <|im_end|>, or at the other one of them."""

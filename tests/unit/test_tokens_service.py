@@ -362,11 +362,14 @@ async def test_what_is_short_or_known_needs_no_thread(folder: Path, monkeypatch:
 
         assert await source(text("never seen"), 100) == "local"
         assert await source(text(long + "<|im_start|> and more"), 4000) == "local", "little of it is new"
-        assert await source(text(long), 70_000) == "estimate", "looking at it takes too long"
+        assert await source(text(long), 70_000) == "local"
+        assert await source(text(long), 300_000) == "estimate", "looking at it takes too long"
         assert await source(text("y" * 3000), 4000) == "estimate", "too much of it is new"
         assert await source(text("never seen either"), None) == "estimate", "nobody says how long it is"
-        many = {"messages": [USER] * 65}
+        many = {"messages": [USER] * 257}
         assert await source(many, 4000) == "estimate", "a template may take its time over many messages"
+        assert await source({"messages": [USER] * 65}, 4000) == "local"
+        assert await source({"messages": [USER] * 65}, 70_000) == "estimate", "and over large tools"
 
 
 async def test_a_prompt_over_the_bound_is_estimated(folder: Path) -> None:

@@ -22,7 +22,16 @@ from gateway.tokens.local import LocalTokenizer, load
 from gateway.tokens.probes import probes
 from gateway.tokens.segments import MOST_PIECES, NotInPieces, cut_at
 from gateway.tokens.types import CannotTokenize, Reason, pack_ids
-from tests.support.odd_tokenizers import PIECES, WHOLE, with_part, with_token
+from tests.support.odd_tokenizers import (
+    BYTE_LEVEL,
+    PIECES,
+    WHOLE,
+    WHOLE_WITH_SPECIAL_TOKENS,
+    around,
+    with_part,
+    with_post_processor,
+    with_token,
+)
 from tests.support.token_models import make_model, reference_ids, tokenizer_json
 
 SAMPLE = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -86,7 +95,36 @@ def test_a_tokenizer_that_must_see_the_whole_is_found_out(name: str) -> None:
 def test_a_tokenizer_that_may_be_cut_is(name: str) -> None:
     found = cut_at(PIECES[name].encode(), [], [SAMPLE])
     assert found.text in (b"<|im_start|>", b"<|im_end|>")
-    assert list(found.ids) == list(pack_ids([Tokenizer.from_str(PIECES[name]).token_to_id(found.text.decode())]))
+    tokenizer = Tokenizer.from_str(PIECES[name])
+    assert list(found.ids) == list(pack_ids([tokenizer.token_to_id(found.text.decode())]))
+    assert (found.around is None) == (name in WHOLE_WITH_SPECIAL_TOKENS)
+    if found.around is not None:
+        expected = pack_ids(tokenizer.encode("", add_special_tokens=True).ids)
+        assert found.around.before + found.around.after == expected
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"type": "TemplateProcessing"},
+        {"type": "TemplateProcessing", "single": 1, "special_tokens": {}},
+        {"type": "TemplateProcessing", "single": [], "special_tokens": {}},
+        {**around(["<|bos|>"], []), "special_tokens": {}},
+        {**around([], []), "single": [{"Sequence": {"id": "B"}}]},
+        {"type": "Sequence", "processors": [BYTE_LEVEL, {"type": "New"}]},
+    ],
+)
+def test_what_an_unknown_post_processor_adds_is_not_guessed(bad: dict[str, Any]) -> None:
+    assert cut_at(with_post_processor(bad).encode(), [], [SAMPLE]).around is None
+
+
+def test_of_a_completion_only_new_text_is_tokenised_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local, fast = breaking(monkeypatch, tmp_path)
+    local.encode(SAMPLE, add_special_tokens=False)
+    fast.texts.clear()
+    text = SAMPLE + "<|im_end|>\n<|im_start|>user\nmore"
+    assert local.encode(text, add_special_tokens=True) == pack_ids(reference_ids(text, add_special_tokens=True))
+    assert fast.texts == ["assistant\n<|im_end|>\n", "user\nmore"]
 
 
 @pytest.mark.parametrize("file", [b"", b"[]", b"{}", b'{"model": {"type": "Unigram"}}', b'{"model": 1}', b"[" * 9999])
