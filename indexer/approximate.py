@@ -20,6 +20,10 @@ from indexer.prompt import Prompt
 from indexer.serves import UNDECLARED, Serves
 
 
+_NOT_LOOSE: dict[int, int] = {}
+"""Nothing is linked here, so that nothing is put in."""
+
+
 class _Touch(msgspec.Struct, frozen=True, gc=False):
     at_s: float
     before_s: float | None
@@ -114,13 +118,16 @@ class ApproximateIndex:
         keys = self._keys(worker, prompt, model, lora)[first_block:]
         assumed = self._state((worker, rank))
         self._expire(assumed, now_s)
-        blocks = assumed.blocks
+        blocks, bit, add = assumed.blocks, assumed.bit, self._plane.add
+        before, touch = None, _Touch(now_s, None)
         # engines give up a prompt's tail first, so its head has to be the most recently used
         for key in reversed(keys):
-            before = blocks.pop(key, None)
-            if before is None:
-                self._plane.add(key, NO_PARENT, False, assumed.bit, {})
-            blocks[key] = _Touch(now_s, None if before is None else before.at_s)
+            known = blocks.pop(key, None)
+            if known is None:
+                add(key, NO_PARENT, False, bit, _NOT_LOOSE)
+            if known is not before:  # Blocks that were used together have one touch, and go on having one.
+                before, touch = known, _Touch(now_s, None if known is None else known.at_s)
+            blocks[key] = touch
         self._fit(assumed, self._workers.get(worker, self._default).capacity_blocks)
         return keys
 
@@ -231,4 +238,4 @@ class ApproximateIndex:
 
     def _drop(self, assumed: _Assumed, key: int) -> None:
         del assumed.blocks[key]
-        self._plane.remove(key, assumed.bit, {})
+        self._plane.remove(key, assumed.bit, _NOT_LOOSE)
