@@ -19,7 +19,6 @@ from indexer.plane import NO_PARENT, Plane
 from indexer.prompt import Prompt
 from indexer.serves import UNDECLARED, Serves
 
-
 _NOT_LOOSE: dict[int, int] = {}
 """Nothing is linked here, so that nothing is put in."""
 

@@ -172,23 +172,20 @@ def _first_event_byte(payload: bytes | memoryview) -> int | None:
 
 def _folded(events: list[Any]) -> list[KVEvent]:
     for event in events:
-        if not isinstance(event, AllBlocksCleared):
-            _fold(event)
+        if isinstance(event, AllBlocksCleared):
+            continue
+        try:
+            hashes = event.block_hashes
+            plain = not hashes or min(hashes) >= 0
+        except TypeError:  # Bytes, or a mix.
+            plain = False
+        if not plain:
+            event.block_hashes = [fold_hash(h) for h in event.block_hashes]
+        if isinstance(event, BlockStored):
+            parent: Any = event.parent_block_hash
+            if parent is not None and (type(parent) is bytes or parent < 0):
+                event.parent_block_hash = fold_hash(parent)
     return events
-
-
-def _fold(event: BlockStored | BlockRemoved) -> None:
-    hashes: list[Any] = event.block_hashes
-    try:
-        plain = not hashes or min(hashes) >= 0
-    except TypeError:  # bytes, or a mix
-        plain = False
-    if not plain:
-        event.block_hashes = [fold_hash(h) for h in hashes]
-    if isinstance(event, BlockStored):
-        parent: Any = event.parent_block_hash
-        if parent is not None and (type(parent) is bytes or parent < 0):
-            event.parent_block_hash = fold_hash(parent)
 
 
 def _decode_one_by_one(payload: bytes | memoryview) -> EventBatch:
@@ -206,9 +203,7 @@ def _decode_one(raw: msgspec.Raw, batch: EventBatch, nested: bool) -> None:
     data = bytes(raw)
     try:
         event = (_one_map if _is_map(data[0]) else _one_array).decode(data)
-        if not isinstance(event, AllBlocksCleared):
-            _fold(event)
-        batch.events.append(event)
+        batch.events += _folded([event])
         return
     except _UNREADABLE:
         pass
