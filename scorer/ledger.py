@@ -74,6 +74,7 @@ class Booking:
             self.load.left_line(self, now_s)
             self.load.streaming[self] = None
             self.load.n_streamed += 1
+            self.load.with_objective += self.slo_tpot_s is not None
             self.since = self.load.n_streamed
 
     def compute_here(self, comp_s: float) -> None:
@@ -118,6 +119,7 @@ class Booking:
             self._take_back()  # Whether it was computed is not known; if it was, that is over for most of them.
         else:
             del self.load.streaming[self]
+            self.load.with_objective -= self.slo_tpot_s is not None
         self.load.kv_tokens -= self.kv_tokens
 
 
@@ -134,6 +136,7 @@ class Load:
         "prefills",
         "pulled",
         "streaming",
+        "with_objective",
     )
 
     def __init__(self) -> None:
@@ -144,6 +147,8 @@ class Load:
         """Prompts that are computed here, and how many have been, or came from elsewhere."""
         self.prefills: dict[Booking, None] = {}
         self.streaming: dict[Booking, None] = {}
+        self.with_objective = 0
+        """Of those that stream, how many have a TPOT objective."""
         self.kv_tokens = 0
         """KV tokens of everything booked, answers so far included."""
         self.head_since_s = 0.0

@@ -190,7 +190,7 @@ class Peers:
         """What it costs that answers which run at the source miss their objectives by it. `nobodys`: the request as if
         its own answer had none, as that runs elsewhere.
         """
-        if all(booking.slo_tpot_s is None for booking in place[2].streaming):
+        if not place[2].with_objective:
             return 0.0
         return VIOLATION_S * self._pricer.streams_late(nobodys, place, at_source.stall_s)
 

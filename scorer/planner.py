@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from indexer import Holder, Match, PrefixIndex, Prompt
+from scorer.answers import Answer
 from scorer.calibrate import Calibration
 from scorer.cost import CostModel
 from scorer.disaggregation import parse_policy
@@ -73,6 +74,7 @@ class _Decision(msgspec.Struct, frozen=True):
     decode: Place
     held: Match
     choice: Choice | None
+    answer: Answer
 
 
 class Planner:
@@ -149,7 +151,7 @@ class Planner:
             comp_s,
             facts.prompt_tokens,
             now_s,
-            answer=self._pricer.answer(facts),
+            answer=decision.answer,
             slo_tpot_s=facts.slo_tpot_s,
             pulled=choice is not None,
         )
@@ -265,7 +267,8 @@ class Planner:
         self.holdings.settle(now_s)
         places = self._places(facts, available)
         held = {} if prompt is None else self.holdings.held(facts, prompt, now_s)
-        out = self._pricer.answer(facts).tokens
+        answer = self._pricer.answer(facts)
+        out = answer.tokens
         likely, known = self.holdings.with_media(facts, held, now_s) if facts.media_links else (held, _NO_TOKENS)
         priced = self._pricer.local(facts, places, likely, now_s, out_tokens=out)
         of_session = self.sessions.applies(facts)
@@ -314,7 +317,7 @@ class Planner:
             decided_at_s=now_s,
             session=session,
         )
-        return _Decision(plan, decode, held.get(decode[1], _NOTHING), choices[0] if choices else None)
+        return _Decision(plan, decode, held.get(decode[1], _NOTHING), choices[0] if choices else None, answer)
 
     def _judge(self, facts: RequestFacts, places: list[Place], priced: list[tuple[Price, int]]) -> list[int]:
         """Add what broken objectives cost, beginning with the best price, until nothing that is left, which could only

@@ -210,7 +210,7 @@ class Pricer:
         """How many of the answers, the request's own and those beside it, are thought to break their TPOT for it."""
         worker, _, load = decode
         own_s = facts.slo_tpot_s
-        if own_s is None and not load.streaming:
+        if own_s is None and not load.with_objective:
             return 0.0
         spread = self._spread(worker)
         streams = len(load.streaming)

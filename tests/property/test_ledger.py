@@ -21,7 +21,8 @@ def test_every_way_out_gives_everything_back(rng: random.Random) -> None:
         action = rng.random()
         rig.now_s += rng.random()
         if action < 0.4:
-            plans.append(rig.route(prompt(rng.randrange(1, 200), seed=rng.randrange(5))))
+            slo_tpot_s = rng.choice([None, 0.05])
+            plans.append(rig.route(prompt(rng.randrange(1, 200), seed=rng.randrange(5)), slo_tpot_s=slo_tpot_s))
         elif action < 0.9 and plans:
             plan = rng.choice(plans)
             kind = rng.choice([OutcomeKind.FIRST_TOKEN, OutcomeKind.TOKEN, OutcomeKind.CACHED_TOKENS, *ENDS])

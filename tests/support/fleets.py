@@ -92,12 +92,13 @@ class Rig:
         return after
 
     def check_loads(self) -> None:
-        """That nothing booked is below zero."""
+        """That nothing booked is below zero, and what is counted is what there is."""
         for worker in self.planner.fleet.workers.values():
             for load in worker.loads.values():
                 assert load.streams >= 0
                 assert load.kv_tokens >= 0
                 assert load.prefill_backlog_s(self.now_s) >= 0
+                assert load.with_objective == sum(booking.slo_tpot_s is not None for booking in load.streaming)
 
     def load(self, worker: str, rank: int = 0) -> int:
         return self.planner.fleet.workers[worker].loads[rank].requests
