@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from datetime import UTC, datetime
@@ -50,6 +51,12 @@ class Record(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     cut: str | None = None
     """Why the answer did not reach its end."""
     error: str | None = None
+
+
+_PLAIN = re.compile(r"[!#-~]+").fullmatch
+_LABELS = [None if name in ("method", "path", "status") else f"{name}=" for name in Record.__struct_fields__]
+"""None: said at the beginning of a line."""
+_second = (0, "")
 
 
 class AccessLog:
@@ -106,18 +113,23 @@ class AccessLog:
             except UnicodeEncodeError:
                 members = msgspec.json.encode(_shown(record))
             return f'{{"time":"{_told(time_s)}",{members[1:].decode()}\n'
-        fields = _shown(record)
-        head = f"{_told(time_s)} {_quoted(fields['method'])} {_quoted(fields['path'])} {record.status}"
-        shown = (
-            f"{name}={_quoted(value) if isinstance(value, str) else value}"
-            for name, value in fields.items()
-            if name not in ("method", "path", "status")
-        )
-        return f"{head} {' '.join(shown)}\n"
+        parts = [_told(time_s), _word(record.method), _word(record.path), str(record.status)]
+        # For every request, so that what is usual, short plain words, takes one match each.
+        for label, value in zip(_LABELS, msgspec.structs.astuple(record), strict=True):
+            if label is not None and value is not None:
+                shown = value if type(value) is not str or _PLAIN(value) else _word(value)
+                parts.append(f"{label}{shown}")
+        return " ".join(parts) + "\n"
 
 
 def _told(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
+    """In UTC; what is before the milliseconds is made once a second."""
+    global _second
+    whole_s, rest_us = divmod(round(time_s * 1e6), 1_000_000)
+    second = _second
+    if second[0] != whole_s:
+        second = _second = whole_s, datetime.fromtimestamp(whole_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.")
+    return f"{second[1]}{rest_us // 1000:03d}+00:00"
 
 
 def _shown(record: Record) -> dict[str, Any]:
@@ -131,11 +143,14 @@ def _clean(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) and not value.isascii() else value
 
 
-def _quoted(text: str) -> str:
+def _word(text: str) -> str:
     """As it is when it is one plain word, else as a JSON string: no client can write a second line, nor control a
     terminal.
     """
-    if text.isascii() and text.isprintable() and " " not in text and '"' not in text and text:
+    if _PLAIN(text):
+        return text
+    text = _clean(text)
+    if _PLAIN(text):
         return text
     quoted = msgspec.json.encode(text).decode()
     return quoted if quoted.isprintable() else json.dumps(text)
