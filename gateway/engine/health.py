@@ -107,7 +107,9 @@ class _Worker:
         """None while ejected: for a stall."""
         self.tickets: set[Ticket] = set()
         self.probe: Ticket | None = None
-        self.outcomes: deque[tuple[float, End]] = deque()
+        self.outcomes_s: deque[float] = deque()
+        """When requests ended, and below those of them that were faults; in the window that faults are counted in."""
+        self.faults: deque[tuple[float, End]] = deque()
         self.heard_s: float | None = None
         """Of its engine: answers, and progress of its counters."""
         self.alive_s: float | None = None
@@ -304,9 +306,17 @@ class Health:
                 ticket.due_s += unseen_s
 
     def _note(self, worker: _Worker, end: End, now_s: float) -> None:
-        worker.outcomes.append((now_s, end))
-        while worker.outcomes and worker.outcomes[0][0] < now_s - self._settings.eject_after_s:
-            worker.outcomes.popleft()
+        worker.outcomes_s.append(now_s)
+        if end in _FAULTS:
+            worker.faults.append((now_s, end))
+        self._forget_old(worker, now_s)
+
+    def _forget_old(self, worker: _Worker, now_s: float) -> None:
+        outcomes_s, faults, since_s = worker.outcomes_s, worker.faults, now_s - self._settings.eject_after_s
+        while outcomes_s and outcomes_s[0] < since_s:
+            outcomes_s.popleft()
+        while faults and faults[0][0] < since_s:
+            faults.popleft()
 
     def _fault(self, worker: _Worker, end: End, now_s: float, was_probe: bool) -> None:
         self._note(worker, end, now_s)
@@ -341,15 +351,15 @@ class Health:
         return None if worker.unreachable_s is None else (worker.unreachable_s, End.CONNECT, _UNREACHED)
 
     def _failing(self, worker: _Worker, now_s: float) -> tuple[float, End, str] | None:
-        recent = [(at_s, end) for at_s, end in worker.outcomes if at_s >= now_s - self._settings.eject_after_s]
-        faults = [(at_s, end) for at_s, end in recent if end in _FAULTS]
-        if not faults or 2 * len(faults) < len(recent):
+        self._forget_old(worker, now_s)
+        faults, n_recent = worker.faults, len(worker.outcomes_s)
+        if not faults or 2 * len(faults) < n_recent:
             return None
         unconnected = sum(end is End.CONNECT for _, end in faults)
         if len(faults) < self._settings.faults and unconnected < self._settings.connect_faults:
             return None
         last = faults[-1][1]
-        return faults[0][0], last, f"{len(faults)} of {len(recent)} requests failed ({last.value})"
+        return faults[0][0], last, f"{len(faults)} of {n_recent} requests failed ({last.value})"
 
     def _others_answer(self, worker: _Worker, since_s: float, end: End | None, now_s: float) -> bool:
         """Whether another healthy worker of the group is well since `since_s`."""
@@ -386,7 +396,8 @@ class Health:
             self._move(worker, State.HEALTHY, reason, now_s)
 
     def _clean(self, worker: _Worker, now_s: float) -> None:
-        worker.outcomes.clear()
+        worker.outcomes_s.clear()
+        worker.faults.clear()
         worker.fault_s = worker.unreachable_s = worker.suspicion = None
         for ticket in worker.tickets:
             ticket.due_s = max(ticket.due_s, now_s + ticket.quiet_s + self._settings.eject_after_s)
