@@ -65,7 +65,8 @@ _CAVEATS = """
 - With `--log-level error`, which their users may set, vllm-router round_robin took 13 % less than with its default and
   smg round_robin 22 % less (2 KB, 32 at a time); vllm-router cache_aware took the same.
 - No TLS, no HTTP/2, no authentication, no failures, four workers.
-- KV events arrive before the run, not during it; what they cost is in `python -m bench micro`.
+- The KV events of all prompts arrive before the run; during it each worker announces a block now and then, as one that
+  decodes does, and no more. What events cost is in `python -m bench micro`.
 """
 
 
