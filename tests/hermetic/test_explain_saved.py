@@ -13,6 +13,7 @@ from gateway.debug import explain
 from gateway.debug.saved import load, save
 from gateway.errors import UserError
 from tests.support.gateway_world import Fleet, decode, engine, prefill, until
+from tests.support.token_models import make_model, reference_ids
 
 IDS = list(range(1000, 3000))
 Out = Callable[[], str]
@@ -90,6 +91,25 @@ async def test_workers_without_events_and_work_under_way(tmp_path: Path, out: Ou
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_text_is_tokenised_here(tmp_path: Path, out: Out) -> None:
+    """With the ids that the engine was given: what it holds of them is found again."""
+    model = make_model(tmp_path / "model", "chatml")
+    text = "def parse(args): return [argument for argument in args]\n" * 40
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        used, _ = await fleet.complete(reference_ids(text, add_special_tokens=True))
+        await until(lambda: fleet.core.index.held_tokens().get((used, 0), {}).get("gpu"))
+        state = str(tmp_path / "fleet.json")
+        assert await command("--admin", fleet.admin, "--save-state", state) == 0
+        asked = ("--state", state, "--model", "tiny", "--prompt", text, "--json")
+        assert await command(*asked, "--tokenizer", str(model)) == 0
+        with_ids = json.loads(out())
+        assert with_ids["token_source"] == "local"
+        assert with_ids["considered"][0]["decode"] == [used, 0]
+        assert with_ids["considered"][0]["cached_tokens"] > 0.9 * with_ids["prompt_tokens"]
+        assert await command(*asked) == 0
+        assert json.loads(out())["token_source"] == "estimate"
 
 
 async def test_who_is_not_available_is_not_chosen(tmp_path: Path, out: Out) -> None:
