@@ -278,6 +278,12 @@ def _stat(worker: Worker, field: str) -> float:
     return math.nan if value is None else float(value)
 
 
+def _predicted_wait_s(worker: Worker) -> float:
+    """At the rank where it is shortest."""
+    now_s = time.monotonic()
+    return worker.wait_factor * min((load.prefill_backlog_s(now_s) for load in worker.loads.values()), default=0.0)
+
+
 _BY_WORKER: dict[str, tuple[str, Callable[[Worker], float]]] = {
     "worker_draining": ("Whether it is on its way out.", lambda w: float(w.draining)),
     "worker_booked_prefills": (
@@ -291,6 +297,10 @@ _BY_WORKER: dict[str, tuple[str, Callable[[Worker], float]]] = {
     "worker_booked_kv_tokens": (
         "KV tokens of everything in flight there.",
         lambda w: float(sum(load.kv_tokens for load in w.loads.values())),
+    ),
+    "worker_predicted_wait_seconds": (
+        "How long a prompt sent there now is predicted to wait for those sent before it from here.",
+        _predicted_wait_s,
     ),
     "engine_running": ("Requests the engine says it runs.", lambda w: _stat(w, "running")),
     "engine_waiting": ("Requests the engine says wait.", lambda w: _stat(w, "waiting")),
