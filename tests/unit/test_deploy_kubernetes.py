@@ -1,0 +1,286 @@
+"""deploy/kustomize and deploy/examples: rendered, held to the schemas of Kubernetes, and each part to the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from gateway.cli import COMMANDS
+from gateway.config import Config
+from tests.support.deployed import DEPLOY, ROOT
+from tests.support.manifests import (
+    WORKLOADS,
+    Manifest,
+    config_of,
+    containers,
+    documents,
+    is_ours,
+    of_kind,
+    pod_spec_of,
+    rendered,
+)
+from tests.support.promql import rules
+
+OVERLAYS = ("gateway", "gateway-pd", "epp")
+EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))
+CRDS = yaml.safe_load((ROOT / "tests" / "data" / "kubernetes_crds.yaml").read_text())
+KUBERNETES = "1.34"
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return rendered(DEPLOY / "kustomize" / "overlays" / request.param)
+
+
+@pytest.fixture(scope="module")
+def gateway() -> list[Manifest]:
+    return rendered(DEPLOY / "kustomize" / "overlays" / "gateway")
+
+
+@pytest.fixture(scope="module")
+def epp() -> list[Manifest]:
+    return rendered(DEPLOY / "kustomize" / "overlays" / "epp")
+
+
+def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = [m for m in of_kind(manifests, kind) if m["metadata"]["name"] == name]
+    return found
+
+
+def check(manifest: Manifest) -> None:
+    kind = manifest["kind"]
+    if kind in CRDS:
+        assert manifest["apiVersion"] == CRDS[kind]["apiVersion"]
+        jsonschema.validate(manifest["spec"], CRDS[kind]["spec"])
+    else:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def pods(manifests: list[Manifest]) -> list[tuple[dict[str, str], Manifest]]:
+    """(labels, spec) of each kind of pod."""
+    workloads = of_kind(manifests, *WORKLOADS)
+    return [(workload["spec"]["template"]["metadata"]["labels"], pod_spec_of(workload)) for workload in workloads]
+
+
+def ports(spec: Manifest) -> dict[str | int, int]:
+    """Of a pod's containers, by name and by number."""
+    found: dict[str | int, int] = {}
+    for container in containers(spec):
+        for port in container.get("ports", ()):
+            assert port["name"] not in found, "a name of two ports"
+            found[port["name"]] = found[port["containerPort"]] = port["containerPort"]
+    return found
+
+
+def test_every_manifest_is_one_that_kubernetes_takes(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        check(manifest)
+
+
+def test_no_two_have_one_name(manifests: list[Manifest]) -> None:
+    names = [(m["kind"], m["metadata"]["name"]) for m in manifests]
+    assert len(names) == len(set(names))
+    assert {m["metadata"].get("namespace") for m in manifests} == {"llm"}
+
+
+def test_services_monitors_and_policies_select_what_is_there(manifests: list[Manifest]) -> None:
+    for service in of_kind(manifests, "Service"):
+        chosen = [spec for labels, spec in pods(manifests) if selects(service["spec"]["selector"], labels)]
+        assert len(chosen) == 1, service["metadata"]["name"]
+        for port in service["spec"]["ports"]:
+            assert port.get("targetPort", port["port"]) in ports(chosen[0])
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        selector = policy["spec"]["podSelector"]["matchLabels"]
+        chosen = [spec for labels, spec in pods(manifests) if selects(selector, labels)]
+        assert chosen
+        for rule in policy["spec"]["ingress"]:
+            assert all(port["port"] in ports(spec) for port in rule.get("ports", ()) for spec in chosen)
+    for budget in of_kind(manifests, "PodDisruptionBudget"):
+        assert any(selects(budget["spec"]["selector"]["matchLabels"], labels) for labels, _ in pods(manifests))
+    services = of_kind(manifests, "Service")
+    for monitor in of_kind(manifests, "ServiceMonitor"):
+        selector = monitor["spec"]["selector"]["matchLabels"]
+        chosen = [service for service in services if selects(selector, service["metadata"]["labels"])]
+        named_ports = {port["name"] for service in chosen for port in service["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} & named_ports
+
+
+def test_probes_and_mounts_name_what_the_pod_has(manifests: list[Manifest]) -> None:
+    maps = {m["metadata"]["name"] for m in of_kind(manifests, "ConfigMap")}
+    for _, spec in pods(manifests):
+        volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
+        assert {v["configMap"]["name"] for v in volumes.values() if "configMap" in v} <= maps
+        for container in containers(spec):
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes.keys()
+            own = ports({"containers": [container]})
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                kind = next(iter(set(container[probe]) & {"httpGet", "tcpSocket", "grpc"}))
+                assert container[probe][kind]["port"] in own, (container["name"], probe)
+
+
+def needs_the_picker() -> None:
+    if "epp" not in COMMANDS or not hasattr(Config(), "kubernetes"):
+        pytest.skip("warmroute epp and Kubernetes discovery are not there yet")
+
+
+def configs_in(manifests: list[Manifest], spec: Manifest, container: Manifest, here: Path) -> dict[str, Path]:
+    """Files that the container finds in its ConfigMaps, written `here`."""
+    found = {}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    for mount in container["volumeMounts"]:
+        volume = volumes[mount["name"]]
+        if "configMap" in volume:
+            for file, text in named(manifests, "ConfigMap", volume["configMap"]["name"])["data"].items():
+                (here / file).write_text(text)
+                found[f"{mount['mountPath']}/{file}"] = here / file
+    return found
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_our_containers_start_with_what_they_are_given(overlay: str, tmp_path: Path) -> None:
+    if overlay == "epp":
+        needs_the_picker()
+    manifests = rendered(DEPLOY / "kustomize" / "overlays" / overlay)
+    hosts = {service["metadata"]["name"] for service in of_kind(manifests, "Service")}
+    ours = 0
+    for _, spec in pods(manifests):
+        for container in filter(is_ours, containers(spec)):
+            ours += 1
+            config = config_of(container["args"], configs_in(manifests, spec, container, tmp_path))
+            asked = {worker.url.removeprefix("http://").partition(":")[0] for worker in config.discovery.dns}
+            assert asked <= hosts
+            pool = getattr(config, "kubernetes", None) and config.kubernetes.pool
+            assert pool is None or named(manifests, "InferencePool", pool)
+            state = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/var/lib/warmroute"]
+            assert state, "nowhere to keep what was learned"
+            assert spec["terminationGracePeriodSeconds"] > config.gateway.drain_timeout_s + 5
+    assert ours == {"gateway": 1, "gateway-pd": 1, "epp": 2}[overlay]
+
+
+def test_our_containers_may_do_little(manifests: list[Manifest]) -> None:
+    for _, spec in pods(manifests):
+        for container in containers(spec):
+            if container["image"].startswith("vllm/"):
+                continue
+            own = {**spec.get("securityContext", {}), **container["securityContext"]}
+            assert own["runAsNonRoot"] is True
+            assert own["readOnlyRootFilesystem"] is True
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert own["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_engines_publish_events_on_the_ports_they_open(manifests: list[Manifest]) -> None:
+    for _, spec in pods(manifests):
+        for container in containers(spec):
+            if not container["image"].startswith("vllm/"):
+                continue
+            flags = dict(arg.partition("=")[::2] for arg in container["args"])
+            events = json.loads(flags["--kv-events-config"])
+            opened = ports({"containers": [container]})
+            assert {int(events[key].rpartition(":")[2]) for key in ("endpoint", "replay_endpoint")} <= opened.keys()
+            assert int(flags["--port"]) in opened
+            if "--kv-transfer-config" in flags:
+                assert json.loads(flags["--kv-transfer-config"])["kv_connector"] == "NixlConnector"
+                env = {row["name"]: row for row in container["env"]}
+                assert int(env["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"]) in opened
+                host = env["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"]
+                assert host == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_the_sidecar_is_a_native_one_before_the_engine(epp: list[Manifest]) -> None:
+    spec = pod_spec_of(named(epp, "Deployment", "vllm-decode"))
+    (sidecar,) = spec["initContainers"]
+    (engine,) = spec["containers"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert "--port=8200" in engine["args"]
+    plain = pod_spec_of(named(epp, "Deployment", "vllm-prefill"))
+    patched = [arg.replace("8200", "8000").replace("kv_consumer", "kv_producer") for arg in engine["args"]]
+    assert patched == plain["containers"][0]["args"]  # The patch repeats them: nothing else may differ.
+
+
+def test_the_pool_names_our_picker(epp: list[Manifest]) -> None:
+    pool = named(epp, "InferencePool", "vllm")
+    reference = pool["spec"]["endpointPickerRef"]
+    service = named(epp, "Service", reference["name"])
+    assert reference["port"]["number"] in [port["port"] for port in service["spec"]["ports"]]
+    (route,) = of_kind(epp, "HTTPRoute")
+    backend = route["spec"]["rules"][0]["backendRefs"][0]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    workers = [spec for labels, spec in pods(epp) if selects(pool["spec"]["selector"]["matchLabels"], labels)]
+    assert len(workers) == 2
+    for spec in workers:
+        assert {port["number"] for port in pool["spec"]["targetPorts"]} <= ports(spec).keys()
+
+
+def test_the_autoscaler_goes_by_a_metric_that_is_recorded(gateway: list[Manifest]) -> None:
+    (autoscaler,) = of_kind(gateway, "HorizontalPodAutoscaler")
+    assert named(gateway, "Deployment", autoscaler["spec"]["scaleTargetRef"]["name"])
+    values = yaml.safe_load(
+        (DEPLOY / "kustomize" / "components" / "autoscaling" / "prometheus-adapter-values.yaml").read_text()
+    )
+    (rule,) = values["rules"]["external"]
+    (metric,) = autoscaler["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] == rule["name"]["as"]
+    recorded = [each["record"] for each in rules(DEPLOY / "prometheus" / "rules.yaml") if "record" in each]
+    assert rule["seriesQuery"].partition("{")[0] in recorded
+
+
+def test_the_operators_rules_are_the_rules() -> None:
+    (manifest,) = documents((DEPLOY / "prometheus" / "prometheusrule.yaml").read_text())
+    assert manifest["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())
+
+
+def test_no_right_is_for_more_than_our_namespace(epp: list[Manifest]) -> None:
+    assert of_kind(epp, "ClusterRole", "ClusterRoleBinding") == []
+    granted = {
+        (resource, verb)
+        for role in of_kind(epp, "Role")
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert not any(resource == "*" or verb in ("*", "delete", "patch") for resource, verb in granted)
+    assert not any(resource in ("secrets", "configmaps") for resource, _ in granted)
+
+
+# ---- examples --------------------------------------------------------------------------------------------------------
+
+
+def our_containers_in(value: Any) -> list[Manifest]:
+    """At any depth."""
+    if isinstance(value, dict):
+        inner = [each for item in value.values() for each in our_containers_in(item)]
+        return [value, *inner] if is_ours(value) else inner
+    return [each for item in value for each in our_containers_in(item)] if isinstance(value, list) else []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_what_it_says(path: Path) -> None:
+    (manifest,) = documents(path.read_text())
+    if "kind" in manifest:
+        check(manifest)
+    else:  # A patch of a Deployment.
+        whole = {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "x"},
+            "spec": {"selector": {}, **manifest["spec"]},
+        }
+        whole["spec"]["template"]["spec"].setdefault("containers", [])
+        kubernetes_validate.validate(whole, KUBERNETES, strict=True)
+    for container in our_containers_in(manifest):
+        assert container["command"] == ["warmroute"]  # The image of the other one has an entry point of its own.
+        if container["args"][0] == "epp":
+            needs_the_picker()
+        config_of(container["args"], {})
