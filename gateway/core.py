@@ -88,7 +88,7 @@ class Core:
         self.hits = HitBook()
         self.prefixes = TopPrefixes()
         self.recorder = Recorder()
-        self.health = Health(HealthSettings(eject_after_s=config.health.eject_after_s))
+        self.health = Health(_health_settings(config))
         tls = client_context(config.tls)
         self.upstreams = UpstreamPool(
             PoolSettings(
@@ -179,6 +179,18 @@ class Core:
         """Take in what a discovery says, from now on."""
         self.discoveries.append(discovery)
         self._tasks.append(self._loop.create_task(self._follow(discovery), name="core discovery"))
+
+    async def take_all(self, discovery: Discovery) -> None:
+        """Take in what a discovery says, to its end."""
+        async for change in discovery.changes():
+            _guarded(partial(self.take, discovery.source, change))
+
+    def configure(self, config: Config) -> None:
+        """Go by a configuration read again, of which nothing differs but what may change while this runs."""
+        self.config = config
+        self.reader.slo = slo(config)
+        self.queue.configure(config.queue)
+        self.health.settings = _health_settings(config)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -404,8 +416,7 @@ class Core:
 
     async def _follow(self, discovery: Discovery) -> None:
         try:
-            async for change in discovery.changes():
-                _guarded(partial(self.take, discovery.source, change))
+            await self.take_all(discovery)
         except Exception as exc:
             _log.exception("a discovery ended unexpectedly; the workers known stay")
             self.ended_discoveries.append(f"{type(discovery).__name__} ended: {exc}")
@@ -454,6 +465,10 @@ def _guarded(step: Callable[[], None]) -> None:
         step()
     except Exception:
         _log.exception("unexpected; going on")
+
+
+def _health_settings(config: Config) -> HealthSettings:
+    return HealthSettings(eject_after_s=config.health.eject_after_s)
 
 
 def token_settings(config: Config) -> TokenSettings:

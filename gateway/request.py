@@ -98,7 +98,7 @@ class RequestReader:
         self._session_header = session_header.lower()
         self._fleet = fleet
         self._tokens = tokens
-        self._slo = slo or Slo()
+        self.slo = slo or Slo()
         self._holder_of = holder_of
         self._look_again = look_again
         self._try_unknown = try_unknown
@@ -173,8 +173,8 @@ class RequestReader:
             keep_local=self._kept_local(kind, body, fields, routed, len(prompts)),
             priority=_priority(headers, fields),
             session=headers.get(self._session_header),
-            slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self._slo.ttft_s),
-            slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self._slo.tpot_s),
+            slo_ttft_s=_milliseconds(headers, "x-slo-ttft-ms", self.slo.ttft_s),
+            slo_tpot_s=_milliseconds(headers, "x-slo-tpot-ms", self.slo.tpot_s),
         )
 
     async def session(self, request_id: str, model: str | None, headers: Mapping[str, str]) -> RequestFacts:

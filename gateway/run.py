@@ -27,6 +27,8 @@ _POLICY = "cost"
 class Gateway(Service):
     """One listener in front of all workers. Hint headers are obeyed only where the policy is `header`."""
 
+    foreign_sections = ("sidecar", "epp")
+
     def __init__(self, config: Config) -> None:
         config = with_policy(config, config.pd.policy or _POLICY)
         settings = config.gateway

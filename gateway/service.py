@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import ClassVar, Self
 
 import msgspec
 
@@ -19,10 +19,12 @@ from gateway.config.flags import Aliases, add_config_flags, flags_of, parse_flag
 from gateway.config.schema import KubernetesConfig
 from gateway.core import Core
 from gateway.debug.faces import AdminPort, Faces
-from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, StaticDiscovery
+from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, RenewedList, StaticDiscovery
 from gateway.discovery.kubernetes import KubernetesDiscovery, RewriteRule, access_of
 from gateway.errors import UserError
 from gateway.http1.listener import Listener
+from gateway.logs import PATH as LOG_LEVEL
+from gateway.logs import Level, logs_requests, set_up_logging
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
 from gateway.proxy.incoming import Sender
@@ -31,6 +33,7 @@ from gateway.proxy.realtime import Realtime
 from gateway.proxy.reset import IndexReset
 from gateway.proxy.routes import CONTROLS, RESET
 from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
+from gateway.reload import KeyPath, Reloading, Source, with_keys
 from gateway.sidecar.hints import Hints
 from gateway.tls import client_context, serving_certificate
 
@@ -52,6 +55,9 @@ class Service:
     first to let it end. A face adds its pages, listens at least once, and says where its workers come from.
     """
 
+    foreign_sections: ClassVar[tuple[str, ...]] = ()
+    """Of the configuration: those that this face does not read."""
+
     def __init__(
         self,
         core: Core,
@@ -65,7 +71,8 @@ class Service:
         """`controlled` names the workers that engine controls on the admin port reach. Raises UserError."""
         self.core = core
         self.config = config = core.config
-        self.access = AccessLog(config.logging.format, enabled=config.logging.level in ("debug", "info"))
+        self.access = AccessLog(config.logging.format, enabled=logs_requests(config.logging.level))
+        self.log_level = Level(config.logging.level, self.access)
         self.plane = DataPlane(
             Parts(
                 planner=core.planner,
@@ -106,10 +113,13 @@ class Service:
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
         self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host)
         self.admin.pages[RESET] = IndexReset(core, controls).page
+        self.admin.pages[LOG_LEVEL] = self.log_level.page
         self._admin = HttpServer(self.admin.handle, admin_host, admin_port)
         self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)
         self._upkeep: asyncio.Task[None] | None = None
+        self._reloading: Reloading | None = None
+        self._renewals: set[asyncio.Task[None]] = set()
 
     def listen(self, host: str, port: int) -> None:
         """The data plane there, with TLS if there is a certificate."""
@@ -150,9 +160,10 @@ class Service:
     async def close(self) -> None:
         self.core.queue.close()  # Who still waits is answered instead of cut.
         self.core.recorder.end(_GOING_DOWN)
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.gather(self._upkeep, return_exceptions=True)
+        tasks = [*self._renewals, *filter(None, [self._upkeep])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for server in (*self.listeners, self._admin):
             await server.close()
         await self.realtime.close()
@@ -163,6 +174,29 @@ class Service:
         """Where its workers come from. Raises UserError."""
         raise NotImplementedError
 
+    def as_seen(self, discovery: Discovery) -> Discovery:
+        """`discovery` as this face takes it in."""
+        return discovery
+
+    def follow_config(self, given: Config, source: Source) -> Reloading:
+        """Take `source` again whenever it changes; `given` is what it was at the start."""
+        self._reloading = Reloading(given, source, self._take_config, self.core.metrics, foreign=self.foreign_sections)
+        self.core.others_degraded.append(self._reloading.degraded)
+        return self._reloading
+
+    def _take_config(self, given: Config, changed: frozenset[KeyPath]) -> None:
+        """Put the keys `changed` of it in force. Raises UserError, having changed nothing."""
+        before, config = self.config, with_keys(self.config, given, changed)
+        renewed = self.as_seen(RenewedList(before.workers, config.workers))
+        self.config = config
+        self.core.configure(config)
+        self.plane.max_concurrency = config.gateway.max_concurrency
+        if ("logging", "level") in changed:
+            self.log_level.set(config.logging.level)
+        task = asyncio.get_running_loop().create_task(self.core.take_all(renewed), name="workers renewed")
+        self._renewals.add(task)
+        task.add_done_callback(self._renewals.discard)
+
     def upkeep(self) -> None:
         """Called every few seconds; a face's own chores."""
 
@@ -172,6 +206,8 @@ class Service:
             try:
                 if self.certificate is not None:
                     await asyncio.to_thread(self.certificate.refresh)
+                if self._reloading is not None:
+                    await self._reloading.look()
                 self.upkeep()
             except Exception:
                 _log.exception("unexpected; going on")
@@ -238,7 +274,11 @@ def run(
     parser = Parser(prog=prog, description=description)
     add_config_flags(parser, aliases)
     options, given, unknown = parse_flags(parser, args)
-    config = load_config(options.config, os.environ, given, unknown, flags_of(parser))
+
+    def read() -> Config:
+        return load_config(options.config, os.environ, given, unknown, flags_of(parser))
+
+    config = read()
     for check in (serving_certificate, client_context):
         check(config.tls)  # What is wrong with the files is said before anything is opened.
     set_up_logging(config)
@@ -247,13 +287,14 @@ def run(
     import uvloop
 
     try:
-        return uvloop.run(serve(face, config))
+        source = Source(read=read, file=options.config or os.environ.get("WARMROUTE_CONFIG") or None)
+        return uvloop.run(serve(face, config, source))
     except OSError as exc:
         raise UserError(f"cannot listen: {exc.strerror or exc}") from exc
 
 
-async def serve(face: Callable[[Config], Service], config: Config) -> int:
-    """Until SIGTERM or SIGINT, then drain; a second signal cuts at once."""
+async def serve(face: Callable[[Config], Service], config: Config, source: Source) -> int:
+    """Until SIGTERM or SIGINT, then drain; a second signal cuts at once. SIGHUP reads `source` again."""
     loop = asyncio.get_running_loop()
     stop, cut = asyncio.Event(), asyncio.Event()
 
@@ -263,34 +304,14 @@ async def serve(face: Callable[[Config], Service], config: Config) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     async with face(config) as service:
+        loop.add_signal_handler(signal.SIGHUP, service.follow_config(config, source).reload)
         await stop.wait()
-        _log.info("draining for up to %g s", config.gateway.drain_timeout_s)
-        drained = loop.create_task(service.drain(config.gateway.drain_timeout_s))
+        timeout_s = service.config.gateway.drain_timeout_s
+        _log.info("draining for up to %g s", timeout_s)
+        drained = loop.create_task(service.drain(timeout_s))
         cut_short = loop.create_task(cut.wait())
         await asyncio.wait({drained, cut_short}, return_when=asyncio.FIRST_COMPLETED)
         for task in (drained, cut_short):
             task.cancel()
         await asyncio.gather(drained, cut_short, return_exceptions=True)
     return 0
-
-
-class _JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
-
-
-def set_up_logging(config: Config) -> None:
-    """Everything to standard error, in the configured form."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        _JsonLines() if config.logging.format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    )
-    logging.basicConfig(level=config.logging.level.upper(), handlers=[handler], force=True)

@@ -24,6 +24,8 @@ class Key(Struct, frozen=True):
     description: str
     expected: str
     section: type[Struct] | None = None
+    is_live: bool = False
+    """Whether a running process takes it from a configuration read again."""
 
     @property
     def is_workers(self) -> bool:
@@ -72,10 +74,12 @@ def _default_of(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _key(name: str, hint: Any, default: Any) -> Key:
+    is_live = any((meta.extra or {}).get("live") for meta in getattr(hint, "__metadata__", ()))
     description, hint = _split(hint)
     section = hint if isinstance(hint, type) and issubclass(hint, Struct) else None
     expected = "a mapping" if section else _expected(hint)
-    return Key(name, hint, default, description or (section.__doc__ if section else "") or "", expected, section)
+    description = description or (section.__doc__ if section else "") or ""
+    return Key(name, hint, default, description, expected, section, is_live)
 
 
 def _split(hint: Any) -> tuple[str, Any]:

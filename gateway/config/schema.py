@@ -2,13 +2,16 @@
 
 The YAML, environment and flag readers, `--print-default` and the help texts are all derived from these structs. A key's
 unit is the end of its name (`_s`, `_ms`, `_bytes`); a `description` says what it does and, where a figure is not
-obvious, where it comes from. `extra={"expected": ...}` words a pattern for error messages.
+obvious, where it comes from. `extra={"expected": ...}` words a pattern for error messages; `extra=LIVE` marks a key
+that a running process takes from a configuration read again (gateway/reload.py), without a restart.
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+LIVE = {"live": True}
+LogLevel = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 _PORT = r"(?:0|[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
@@ -76,7 +79,8 @@ class GatewayConfig(_Section, frozen=True):
         int, Meta(ge=1, description="Largest request body accepted; a larger one is answered 413.")
     ] = 64 << 20
     max_concurrency: Annotated[
-        int, Meta(ge=1, description="Requests in flight at once; one more is answered 503 with Retry-After.")
+        int,
+        Meta(ge=1, description="Requests in flight at once; one more is answered 503 with Retry-After.", extra=LIVE),
     ] = 4096
     connect_timeout_s: Annotated[Seconds, Meta(description="Longest wait for a connection to a worker.")] = 2.0
     pool_idle_s: Annotated[
@@ -85,7 +89,8 @@ class GatewayConfig(_Section, frozen=True):
     ] = 4.0
     request_timeout_s: Annotated[Seconds, Meta(description="Longest life of one request, streaming included.")] = 3600.0
     drain_timeout_s: Annotated[
-        Annotated[float, Meta(ge=0)], Meta(description="On SIGTERM, time given to running requests before closing.")
+        Annotated[float, Meta(ge=0)],
+        Meta(description="On SIGTERM, time given to running requests before closing.", extra=LIVE),
     ] = 30.0
     stored_responses: Annotated[
         int,
@@ -387,10 +392,11 @@ class ScorerConfig(_Section, frozen=True):
         Seconds, Meta(description="Life of blocks assumed from a decision until a KV event confirms them.")
     ] = 4.0
     slo_ttft_ms: Annotated[
-        Seconds | None, Meta(description="Time-to-first-token objective; null leaves it out of the price.")
+        Seconds | None, Meta(description="Time-to-first-token objective; null leaves it out of the price.", extra=LIVE)
     ] = None
     slo_tpot_ms: Annotated[
-        Seconds | None, Meta(description="Time-per-output-token objective; null leaves it out of the price.")
+        Seconds | None,
+        Meta(description="Time-per-output-token objective; null leaves it out of the price.", extra=LIVE),
     ] = None
     session_header: Annotated[HeaderName, Meta(description="Request header that names a session.")] = "x-session-id"
     session_affinity: Annotated[
@@ -409,31 +415,37 @@ class ScorerConfig(_Section, frozen=True):
 class QueueConfig(_Section, frozen=True):
     """Requests of the gateway that wait while every worker that could serve them has enough waiting inside."""
 
-    enabled: Annotated[bool, Meta(description="Hold requests while all are saturated; false: engines queue alone.")] = (
-        True
-    )
+    enabled: Annotated[
+        bool, Meta(description="Hold requests while all are saturated; false: engines queue alone.", extra=LIVE)
+    ] = True
     waiting_per_worker: Annotated[
         int,
         Meta(ge=1, description="Requests waiting inside an engine (each rank) from which on it has no room."),
     ] = 8
     max_requests: Annotated[
-        int, Meta(ge=0, description="Requests of one model that may wait here; one more is answered 429.")
+        int, Meta(ge=0, description="Requests of one model that may wait here; one more is answered 429.", extra=LIVE)
     ] = 2048
     max_tokens: Annotated[
-        int, Meta(ge=1, description="Prompt tokens of one model that may wait here, a lone request apart.")
+        int, Meta(ge=1, description="Prompt tokens of one model that may wait here, a lone request apart.", extra=LIVE)
     ] = 32_000_000
     max_wait_s: Annotated[
-        Seconds, Meta(description="Longest wait here, then 429 (600 s is where OpenAI's clients give up).")
+        Seconds, Meta(description="Longest wait here, then 429 (600 s is where OpenAI's clients give up).", extra=LIVE)
     ] = 600.0
     tenant_share: Annotated[
         float,
-        Meta(gt=0, le=1, description="Part of max_requests and max_tokens one tenant may take; see tenancy.header."),
+        Meta(
+            gt=0,
+            le=1,
+            description="Part of max_requests and max_tokens one tenant may take; see tenancy.header.",
+            extra=LIVE,
+        ),
     ] = 0.5
     shed_late: Annotated[
         Literal["never", "asked", "objective"],
         Meta(
             description="Answer 429 at once to what is predicted to miss its time to first token: asked: requests with "
-            "the header x-warmroute-shed: late; objective: all that have an objective."
+            "the header x-warmroute-shed: late; objective: all that have an objective.",
+            extra=LIVE,
         ),
     ] = "asked"
 
@@ -495,7 +507,10 @@ class HealthConfig(_Section, frozen=True):
 
     eject_after_s: Annotated[
         Seconds,
-        Meta(description="Silence with work in hand, while others answer, that ejects a worker; the fault window too."),
+        Meta(
+            description="Silence with work in hand, while others answer, that ejects a worker; the fault window too.",
+            extra=LIVE,
+        ),
     ] = 3.0
     scrape_interval_s: Annotated[Seconds, Meta(description="Period of reading each worker's /metrics.")] = 1.0
 
@@ -503,9 +518,7 @@ class HealthConfig(_Section, frozen=True):
 class LoggingConfig(_Section, frozen=True):
     """Logs on standard error; never prompts or secrets."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severe level logged.")] = (
-        "info"
-    )
+    level: Annotated[LogLevel, Meta(description="Least severe level logged.", extra=LIVE)] = "info"
     format: Annotated[Literal["text", "json"], Meta(description="One line of text or one JSON object per record.")] = (
         "text"
     )
@@ -518,7 +531,8 @@ class Config(_Section, frozen=True):
     sidecar: SidecarConfig = SidecarConfig()
     epp: EppConfig = EppConfig()
     workers: Annotated[
-        tuple[Worker, ...], Meta(description="Engine servers known from the start: URLs, or objects with these keys.")
+        tuple[Worker, ...],
+        Meta(description="Engine servers known from the start: URLs, or objects with these keys.", extra=LIVE),
     ] = ()
     workers_file: Annotated[
         NonEmpty | None, Meta(description="YAML file holding such a list, re-read when it changes; null: none.")

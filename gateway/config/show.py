@@ -14,6 +14,7 @@ _HEAD = """\
 # A key may also be given as an environment variable (index.budget_bytes: WARMROUTE_INDEX__BUDGET_BYTES)
 # or a flag (--index-budget-bytes); a flag beats the environment, which beats this file.
 # Units are the end of the name: _s seconds, _ms milliseconds, _bytes bytes (2GiB is understood).
+# Keys marked live are taken from a changed file, or on SIGHUP, without a restart.
 """
 
 
@@ -39,8 +40,9 @@ def config_yaml(config: Config) -> str:
 
 def _key_lines(key: Key) -> list[str]:
     value = "..." if key.is_required else _scalar(key.default)
+    live = "; live" if key.is_live else ""
     comment = textwrap.wrap(
-        f"{key.description} ({key.expected})", width=100, initial_indent="# ", subsequent_indent="# "
+        f"{key.description} ({key.expected}{live})", width=100, initial_indent="# ", subsequent_indent="# "
     )
     return [*comment, f"{key.name}: {value}"]
 

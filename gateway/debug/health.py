@@ -20,6 +20,8 @@ _STALE_INTERVALS = 3.0
 
 
 DEGRADATIONS = (
+    "config_rejected",
+    "config_needs_restart",
     "discovery",
     "no_workers",
     "no_decode_worker",

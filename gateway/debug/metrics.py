@@ -41,6 +41,7 @@ REJECTED = (
 RETRIED = ("connect", "disconnected", "timeout", "status_502", "status_503")
 CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained", "too_large", "aborted")
 """Why an answer was not relayed to its end."""
+RELOADED = ("taken", "rejected")
 NO_WORKER = "none"
 
 
@@ -71,6 +72,12 @@ class Metrics:
             "warmroute_ejections",
             "Times a worker was taken out for failing or stalling.",
             ("worker",),
+            registry=registry,
+        )
+        self._reloads = Counter(
+            "warmroute_config_reloads",
+            "Times the configuration was read again, by whether it could be used.",
+            ("outcome",),
             registry=registry,
         )
         self.realtime = Gauge(
@@ -107,6 +114,8 @@ class Metrics:
             for choice in CHOICES
             for source in TokenSource
         }
+        for outcome in RELOADED:
+            self._reloads.labels(outcome)
         for family, reasons in ((self._rejected, REJECTED), (self._retries, RETRIED), (self._cut, CUT)):
             for reason in reasons:
                 family.labels(reason)
@@ -144,6 +153,9 @@ class Metrics:
     def decided(self, choice: str, source: TokenSource) -> None:
         """`choice` as in `Plan.choice`."""
         self._decided[choice, source].inc()
+
+    def reloaded(self, outcome: str) -> None:
+        self._reloads.labels(outcome).inc()
 
     def ejected(self, worker: str) -> None:
         series = self._workers.get(worker)

@@ -3,6 +3,16 @@
 from gateway.discovery.base import Discovery, NameClashError, Source, worker_name
 from gateway.discovery.dns import DnsDiscovery
 from gateway.discovery.file import FileDiscovery
+from gateway.discovery.renewed import RenewedList
 from gateway.discovery.static import StaticDiscovery
 
-__all__ = ["Discovery", "DnsDiscovery", "FileDiscovery", "NameClashError", "Source", "StaticDiscovery", "worker_name"]
+__all__ = [
+    "Discovery",
+    "DnsDiscovery",
+    "FileDiscovery",
+    "NameClashError",
+    "RenewedList",
+    "Source",
+    "StaticDiscovery",
+    "worker_name",
+]

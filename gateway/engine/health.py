@@ -132,7 +132,7 @@ class Health:
     """Workers of one `group` can stand in for each other. All times are monotonic seconds."""
 
     def __init__(self, settings: HealthSettings | None = None) -> None:
-        self._settings = settings or HealthSettings()
+        self.settings = settings or HealthSettings()
         self._workers: dict[str, _Worker] = {}
         self._changes: list[HealthChange] = []
         self._last_tick_s: float | None = None
@@ -144,7 +144,7 @@ class Health:
         if name in self._workers:
             self._workers[name].group = group
         else:
-            self._workers[name] = _Worker(name, group, now_s, self._settings)
+            self._workers[name] = _Worker(name, group, now_s, self.settings)
 
     def remove(self, name: str) -> None:
         self._workers.pop(name, None)
@@ -161,10 +161,10 @@ class Health:
 
     def request_started(self, name: str, now_s: float, quiet_s: float = 0.0) -> Ticket:
         """A request goes to `name`, from which nothing is expected before `quiet_s`. Every ticket must be ended."""
-        worker = self._workers.get(name) or _Worker(name, None, now_s, self._settings)
+        worker = self._workers.get(name) or _Worker(name, None, now_s, self.settings)
         is_probe = worker.state is State.HALF_OPEN and worker.probe is None
         quiet_s *= worker.pace
-        ticket = Ticket(worker, now_s + quiet_s + self._settings.eject_after_s, quiet_s, is_probe)
+        ticket = Ticket(worker, now_s + quiet_s + self.settings.eject_after_s, quiet_s, is_probe)
         worker.tickets.add(ticket)
         if is_probe:
             worker.probe = ticket
@@ -173,7 +173,7 @@ class Health:
     def byte_received(self, ticket: Ticket, now_s: float) -> None:
         """Part of a good answer came."""
         worker = ticket.worker
-        ticket.due_s, ticket.quiet_s = now_s + self._settings.eject_after_s, 0.0
+        ticket.due_s, ticket.quiet_s = now_s + self.settings.eject_after_s, 0.0
         worker.success_s = now_s
         self._heard(worker, now_s)
         if ticket.is_probe or worker.ejected_for is None:
@@ -254,7 +254,7 @@ class Health:
         """Look for stalls and let back-offs end; call it a few times a second. Returns what changed since the last."""
         gap_s = 0.0 if self._last_tick_s is None else now_s - self._last_tick_s
         self._last_tick_s = now_s
-        unseen_s = gap_s if gap_s > self._settings.max_tick_gap_s else 0.0
+        unseen_s = gap_s if gap_s > self.settings.max_tick_gap_s else 0.0
         if unseen_s:
             self._forget_time(unseen_s, now_s)
         healthy_groups = {worker.group for worker in self._workers.values() if worker.state is State.HEALTHY}
@@ -305,7 +305,7 @@ class Health:
 
     def _note(self, worker: _Worker, end: End, now_s: float) -> None:
         worker.outcomes.append((now_s, end))
-        while worker.outcomes and worker.outcomes[0][0] < now_s - self._settings.eject_after_s:
+        while worker.outcomes and worker.outcomes[0][0] < now_s - self.settings.eject_after_s:
             worker.outcomes.popleft()
 
     def _fault(self, worker: _Worker, end: End, now_s: float, was_probe: bool) -> None:
@@ -328,7 +328,7 @@ class Health:
             worker.suspicion = reason
 
     def _stalled(self, worker: _Worker, now_s: float) -> tuple[float, End | None, str] | None:
-        patience_s = self._settings.eject_after_s
+        patience_s = self.settings.eject_after_s
         if not worker.tickets or (worker.heard_s is not None and now_s < worker.heard_s + patience_s):
             return None
         due_s = min(ticket.stalls_s() for ticket in worker.tickets)
@@ -341,12 +341,12 @@ class Health:
         return None if worker.unreachable_s is None else (worker.unreachable_s, End.CONNECT, _UNREACHED)
 
     def _failing(self, worker: _Worker, now_s: float) -> tuple[float, End, str] | None:
-        recent = [(at_s, end) for at_s, end in worker.outcomes if at_s >= now_s - self._settings.eject_after_s]
+        recent = [(at_s, end) for at_s, end in worker.outcomes if at_s >= now_s - self.settings.eject_after_s]
         faults = [(at_s, end) for at_s, end in recent if end in _FAULTS]
         if not faults or 2 * len(faults) < len(recent):
             return None
         unconnected = sum(end is End.CONNECT for _, end in faults)
-        if len(faults) < self._settings.faults and unconnected < self._settings.connect_faults:
+        if len(faults) < self.settings.faults and unconnected < self.settings.connect_faults:
             return None
         last = faults[-1][1]
         return faults[0][0], last, f"{len(faults)} of {len(recent)} requests failed ({last.value})"
@@ -354,7 +354,7 @@ class Health:
     def _others_answer(self, worker: _Worker, since_s: float, end: End | None, now_s: float) -> bool:
         """Whether another healthy worker of the group is well since `since_s`."""
         if end is None:  # silence begins at everybody's own last word, so a shared stall shows only in the later half
-            since_s = max(since_s, now_s - self._settings.eject_after_s / 2)
+            since_s = max(since_s, now_s - self.settings.eject_after_s / 2)
         for other in self._workers.values():
             if other is worker or other.group != worker.group or other.state is not State.HEALTHY:
                 continue
@@ -370,11 +370,11 @@ class Health:
 
     def _eject(self, worker: _Worker, reason: str, end: End | None, now_s: float) -> None:
         if worker.state is State.HALF_OPEN or (
-            worker.ejections and now_s - worker.since_s < self._settings.forgive_after_s
+            worker.ejections and now_s - worker.since_s < self.settings.forgive_after_s
         ):
-            worker.backoff_s = min(2 * worker.backoff_s, self._settings.backoff_max_s)
+            worker.backoff_s = min(2 * worker.backoff_s, self.settings.backoff_max_s)
         else:
-            worker.backoff_s = self._settings.backoff_min_s
+            worker.backoff_s = self.settings.backoff_min_s
         worker.ejections += 1
         worker.ejected_for = end
         worker.suspicion = None
@@ -389,7 +389,7 @@ class Health:
         worker.outcomes.clear()
         worker.fault_s = worker.unreachable_s = worker.suspicion = None
         for ticket in worker.tickets:
-            ticket.due_s = max(ticket.due_s, now_s + ticket.quiet_s + self._settings.eject_after_s)
+            ticket.due_s = max(ticket.due_s, now_s + ticket.quiet_s + self.settings.eject_after_s)
 
     def _probe_over(self, ticket: Ticket) -> None:
         if ticket.is_probe:

@@ -112,7 +112,7 @@ class DataPlane:
         """Those that still send their bodies included."""
         self._served = 0
         self.parts = parts
-        self._max_concurrency = max_concurrency
+        self.max_concurrency = max_concurrency
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -144,9 +144,9 @@ class DataPlane:
         if request.method not in route.methods:
             path = target.partition("?")[0]
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
-        if self._served >= self._max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self._max_concurrency:
+        if self._served >= self.max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self.max_concurrency:
             self.parts.metrics.rejected("over_concurrency")
-            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(self._max_concurrency))
+            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(self.max_concurrency))
         with self.busy():
             return await Exchange(self.parts, self, request, route, target, holder).serve()
 
@@ -163,9 +163,9 @@ class DataPlane:
                 self._idle.set()
 
     def admit(self) -> None:
-        if self._served >= self._max_concurrency:
+        if self._served >= self.max_concurrency:
             self.parts.metrics.rejected("over_concurrency")
-            raise errors.too_many_requests(self._max_concurrency)
+            raise errors.too_many_requests(self.max_concurrency)
         self._served += 1
 
     def leave(self) -> None:

@@ -54,12 +54,18 @@ class Queue:
         self._available = available
         self._metrics = metrics
         self._foresight = Foresight(planner, available, rng)
-        self._share = settings.tenant_share if by_tenant else 1.0
+        self._by_tenant = by_tenant
         self._leaving: Waiting | None = None
         """Let go, and not booked yet."""
         self._looks = False
         self._let_go_so_far = 0
         self._timer: asyncio.TimerHandle | None = None
+
+    def configure(self, settings: QueueConfig) -> None:
+        """Go by other bounds from now on; `waiting_per_worker` stays as it was."""
+        self.settings = settings
+        if self.n_waiting:
+            self._look_soon()
 
     # ---- for requests ------------------------------------------------------------------------------------------------
 
@@ -146,8 +152,9 @@ class Queue:
         if self.closed:
             raise self._shed(lane, shed.DRAINING, now_s)
         n, tokens = queue.of_tenant(entry.tenant)
-        most, most_tokens = settings.max_requests * self._share, settings.max_tokens * self._share
-        if self._share < 1 and (n + 1 > max(1, most) or (n and tokens + entry.tokens > most_tokens)):
+        share = settings.tenant_share if self._by_tenant else 1.0
+        most, most_tokens = settings.max_requests * share, settings.max_tokens * share
+        if share < 1 and (n + 1 > max(1, most) or (n and tokens + entry.tokens > most_tokens)):
             raise self._shed(lane, shed.TENANT_FULL, now_s)
         while len(queue) + 1 > settings.max_requests or (queue and queue.tokens + entry.tokens > settings.max_tokens):
             other = queue.displaced_by(entry.priority)

@@ -34,6 +34,8 @@ class Sidecar(Service):
     configuration and from hint headers.
     """
 
+    foreign_sections = ("queue", "tenancy", "epp")
+
     def __init__(self, config: Config) -> None:
         settings, pd = config.sidecar, config.pd
         # Where only hints may send a prompt elsewhere, the policy is that of the hints.
@@ -81,7 +83,10 @@ class Sidecar(Service):
 
     def discoveries(self) -> list[Discovery]:
         others = known_workers(self.config)
-        return [StaticDiscovery(self.pod.engines), *(Prefillers(each, self.pod.names) for each in others)]
+        return [StaticDiscovery(self.pod.engines), *map(self.as_seen, others)]
+
+    def as_seen(self, discovery: Discovery) -> Discovery:
+        return Prefillers(discovery, self.pod.names)
 
     def upkeep(self) -> None:
         self.targets.forget_unused()
