@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from gateway.config import neighbours as do
-from gateway.config.neighbours import Arity, Flag, Kind, Path, Take, Taken
+from gateway.config.neighbours import DISCOVERY, Arity, Flag, Kind, Path, Take, Taken
 from gateway.config.picker_flags import PICKER_FLAGS, picker_rows
 from gateway.config.read import Text
 from gateway.errors import UserError
@@ -27,7 +27,7 @@ _RETRY: Final = (
     "before the first byte, one other worker is tried at once after a broken connection, 502 or 503; nothing waits"
 )
 _ASKED: Final = "each engine is asked"
-_DNS: Final = "not there; --discovery-dns http://SERVICE:PORT follows a headless service"
+_PODS: Final = f"not there; {DISCOVERY}"
 
 
 def _exact(names: str, of: str, ours: str, take: Take, example: str, nargs: Arity = "1") -> Flag:
@@ -171,13 +171,13 @@ def _rows() -> Iterator[Flag]:
         names=("--service-discovery",),
         of=f"{RUST}, {_STACK}",
         kind=Kind.REFUSED,
-        ours=f"`static` is fine; else {_DNS}",
+        ours=f"`static` is fine; else {_PODS}",
         take=do.service_discovery,
         nargs="?",
     )
     selectors = "selector prefill-selector decode-selector service-discovery-port service-discovery-namespace"
-    yield _refused(selectors, RUST, _DNS, "app=vllm")
-    yield _refused("k8s-label-selector k8s-namespace k8s-port", _STACK, _DNS, "app=vllm")
+    yield _refused(selectors, RUST, _PODS, "app=vllm")
+    yield _refused("k8s-label-selector k8s-namespace k8s-port", _STACK, _PODS, "app=vllm")
 
 
 FLAGS: Final = tuple(_rows())

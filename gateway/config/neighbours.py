@@ -18,6 +18,7 @@ from gateway.errors import UserError
 Path = tuple[str, ...]
 Arity = Literal["0", "?", "1", "+"]
 _WORKERS: Final = ("workers",)
+DISCOVERY: Final = "--kubernetes-selector app=vllm follows pods, --discovery-dns http://SERVICE:PORT a headless service"
 
 
 class Kind(Enum):
@@ -146,9 +147,7 @@ def events(name: Literal["events", "replay"], flag: str) -> Take:
 
 def service_discovery(taken: Taken, values: list[str]) -> None:
     if not values or values[-1] != "static":
-        raise UserError(
-            "--service-discovery: not there; --discovery-dns http://SERVICE:PORT follows a headless service"
-        )
+        raise UserError(f"--service-discovery: not there; {DISCOVERY}")
 
 
 def backend(taken: Taken, values: list[str]) -> None:

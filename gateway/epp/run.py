@@ -44,6 +44,8 @@ class Epp(Service):
     sent to workers but what the gateway asks of engines itself.
     """
 
+    foreign_sections = ("sidecar",)
+
     def __init__(self, config: Config) -> None:
         """Raises UserError."""
         settings = config.epp
@@ -123,7 +125,10 @@ class Epp(Service):
 
     def discoveries(self) -> list[Discovery]:
         self._known = known_workers(self.config, objectives=self.objectives.replace, rewrites=self.rewrites.replace)
-        return [Addressed(each) for each in self._known]
+        return [self.as_seen(each) for each in self._known]
+
+    def as_seen(self, discovery: Discovery) -> Discovery:
+        return Addressed(discovery)
 
     def _began(self) -> None:
         self.plane.in_flight += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 
 from prometheus_client import Metric
@@ -99,6 +100,17 @@ async def test_rules_and_dashboards_ask_for_what_is_there() -> None:
         odd = groupings(expr) - all_labels - TARGET
         found += [f"{file}: nothing here has a label {label}: {expr}" for label in sorted(odd)]
     assert found == []
+
+
+async def test_metrics_named_in_the_pages_are_there() -> None:
+    shown = await shown_by_a_gateway()
+    add_recorded_rules(shown)
+    pages = [ROOT / "docs" / "deploy.md", *(ROOT / "docs").glob("migrate-from-*.md")]
+    assert len(pages) == 4
+    for page in pages:
+        named = set(re.findall(r"`(warmroute[_:][\w:]+)(?!\*)[`{]", page.read_text(encoding="utf-8")))
+        families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown.labels}
+        assert named <= shown.labels.keys() | families, page.name
 
 
 async def test_the_check_finds_what_is_wrong() -> None:

@@ -11,11 +11,18 @@ import yaml
 
 from gateway.cli import Parser
 from gateway.config import Config, load_config
-from gateway.config import flags as flag_tables
-from gateway.config.flags import add_config_flags, flags_of, parse_flags
+from gateway.config.flags import (
+    EPP_ALIASES,
+    GATEWAY_ALIASES,
+    SIDECAR_ALIASES,
+    add_config_flags,
+    flags_of,
+    parse_flags,
+)
 from tests.support.deployed import tool
 
 Manifest = dict[str, Any]
+FACES = {"gateway": GATEWAY_ALIASES, "sidecar": SIDECAR_ALIASES, "epp": EPP_ALIASES}
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
 
 
@@ -45,20 +52,14 @@ def of_kind(manifests: Sequence[Manifest], *kinds: str) -> list[Manifest]:
 
 
 def is_ours(container: Manifest) -> bool:
-    return "/warmroute:" in container.get("image", "") and container.get("args", [None])[0] in faces()
-
-
-def faces() -> dict[str, flag_tables.Aliases]:
-    """Face -> its own flags, of those that there are."""
-    tables = {"gateway": "GATEWAY_ALIASES", "sidecar": "SIDECAR_ALIASES", "epp": "EPP_ALIASES"}
-    return {face: getattr(flag_tables, table, {}) for face, table in tables.items()}
+    return "/warmroute:" in container.get("image", "") and container.get("args", [None])[0] in FACES
 
 
 def config_of(args: Sequence[str], configs: dict[str, Path]) -> Config:
     """The configuration of a container with these arguments; `configs`: what its `--config` names -> a file here."""
     face, *rest = args
     parser = Parser(prog=f"warmroute {face}", description="")
-    add_config_flags(parser, faces()[face])
+    add_config_flags(parser, FACES[face])
     options, given, unknown = parse_flags(parser, rest)
     file = None if options.config is None else str(configs[options.config])
     return load_config(file, {}, given, unknown, flags_of(parser))

@@ -71,7 +71,7 @@ def test_the_gateway_of_compose_may_do_little(compose: dict[str, Any]) -> None:
 
 
 def test_compose_prometheus_and_the_gateway_name_each_other_rightly(compose: dict[str, Any]) -> None:
-    config = load_config(str(COMPOSE / "warmroute.yaml"))
+    config = load_config(str(COMPOSE / "warmroute" / "warmroute.yaml"))
     hosts = {worker.url.removeprefix("http://").partition(":")[0] for worker in config.workers}
     assert hosts == {name for name in compose["services"] if name.startswith("engine-")}
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "engines.yaml").read_text())[0]["targets"]

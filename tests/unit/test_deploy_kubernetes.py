@@ -11,8 +11,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from gateway.cli import COMMANDS
-from gateway.config import Config
 from tests.support.deployed import DEPLOY, ROOT
 from tests.support.manifests import (
     WORKLOADS,
@@ -128,11 +126,6 @@ def test_probes_and_mounts_name_what_the_pod_has(manifests: list[Manifest]) -> N
                 assert container[probe][kind]["port"] in own, (container["name"], probe)
 
 
-def needs_the_picker() -> None:
-    if "epp" not in COMMANDS or not hasattr(Config(), "kubernetes"):
-        pytest.skip("warmroute epp and Kubernetes discovery are not there yet")
-
-
 def configs_in(manifests: list[Manifest], spec: Manifest, container: Manifest, here: Path) -> dict[str, Path]:
     """Files that the container finds in its ConfigMaps, written `here`."""
     found = {}
@@ -148,8 +141,6 @@ def configs_in(manifests: list[Manifest], spec: Manifest, container: Manifest, h
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_our_containers_start_with_what_they_are_given(overlay: str, tmp_path: Path) -> None:
-    if overlay == "epp":
-        needs_the_picker()
     manifests = rendered(DEPLOY / "kustomize" / "overlays" / overlay)
     hosts = {service["metadata"]["name"] for service in of_kind(manifests, "Service")}
     ours = 0
@@ -159,7 +150,7 @@ def test_our_containers_start_with_what_they_are_given(overlay: str, tmp_path: P
             config = config_of(container["args"], configs_in(manifests, spec, container, tmp_path))
             asked = {worker.url.removeprefix("http://").partition(":")[0] for worker in config.discovery.dns}
             assert asked <= hosts
-            pool = getattr(config, "kubernetes", None) and config.kubernetes.pool
+            pool = config.kubernetes.pool
             assert pool is None or named(manifests, "InferencePool", pool)
             state = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/var/lib/warmroute"]
             assert state, "nowhere to keep what was learned"
@@ -281,6 +272,4 @@ def test_an_example_is_what_it_says(path: Path) -> None:
         kubernetes_validate.validate(whole, KUBERNETES, strict=True)
     for container in our_containers_in(manifest):
         assert container["command"] == ["warmroute"]  # The image of the other one has an entry point of its own.
-        if container["args"][0] == "epp":
-            needs_the_picker()
         config_of(container["args"], {})

@@ -1,6 +1,7 @@
 """deploy/prometheus and deploy/grafana: what promtool says, and what Grafana would trip over."""
 
 import json
+import re
 import subprocess
 from itertools import combinations
 from pathlib import Path
@@ -77,3 +78,9 @@ def test_panels_do_not_cover_each_other(path: Path) -> None:
     places = [panel["gridPos"] for panel in panels(path)]
     assert not [(a, b) for a, b in combinations(places, 2) if covers(a, b)]
     assert all(place["x"] + place["w"] <= 24 for place in places)
+
+
+def test_each_alert_is_documented() -> None:
+    page = (DEPLOY.parent / "docs" / "deploy.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"`(Warmroute\w+)`", page))
+    assert documented == {rule["alert"] for rule in rules(PROMETHEUS / "rules.yaml") if "alert" in rule}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -157,3 +158,10 @@ async def test_a_renewed_list_is_the_difference() -> None:
     )
     with pytest.raises(NameClashError):
         RenewedList([], [a, msgspec.structs.replace(b, name="a")])
+
+
+def test_the_documented_keys_are_the_live_ones() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
+    listed = page.partition("<!-- live keys -->")[2].partition("<!-- end -->")[0]
+    named = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)?)`", listed))
+    assert named == {".".join(path) for path in LIVE}
