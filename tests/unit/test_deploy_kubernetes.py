@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
-from tests.support.deployed import DEPLOY, ROOT
+from tests.support.deployed import DEPLOY
 from tests.support.manifests import (
     WORKLOADS,
     Manifest,
@@ -24,11 +22,10 @@ from tests.support.manifests import (
     rendered,
 )
 from tests.support.promql import rules
+from tests.support.schemas import check
 
 OVERLAYS = ("gateway", "gateway-pd", "epp")
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))
-CRDS = yaml.safe_load((ROOT / "tests" / "data" / "kubernetes_crds.yaml").read_text())
-KUBERNETES = "1.34"
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
@@ -49,15 +46,6 @@ def epp() -> list[Manifest]:
 def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     (found,) = [m for m in of_kind(manifests, kind) if m["metadata"]["name"] == name]
     return found
-
-
-def check(manifest: Manifest) -> None:
-    kind = manifest["kind"]
-    if kind in CRDS:
-        assert manifest["apiVersion"] == CRDS[kind]["apiVersion"]
-        jsonschema.validate(manifest["spec"], CRDS[kind]["spec"])
-    else:
-        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
 def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
@@ -269,7 +257,7 @@ def test_an_example_is_what_it_says(path: Path) -> None:
             "spec": {"selector": {}, **manifest["spec"]},
         }
         whole["spec"]["template"]["spec"].setdefault("containers", [])
-        kubernetes_validate.validate(whole, KUBERNETES, strict=True)
+        check(whole)
     for container in our_containers_in(manifest):
         assert container["command"] == ["warmroute"]  # The image of the other one has an entry point of its own.
         config_of(container["args"], {})

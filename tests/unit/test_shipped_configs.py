@@ -30,7 +30,9 @@ def first_document(text: str) -> Any:
 
 
 def shipped() -> list[Path]:
-    return [path for path in sorted(DEPLOY.rglob("*.yaml")) if is_config(first_document(path.read_text()))]
+    """Those of the chart are held to these by test_deploy_helm.py."""
+    files = [path for path in sorted(DEPLOY.rglob("*.yaml")) if "helm" not in path.parts]
+    return [path for path in files if is_config(first_document(path.read_text()))]
 
 
 def documented() -> Iterator[tuple[str, str]]:

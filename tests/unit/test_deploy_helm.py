@@ -1,0 +1,118 @@
+"""deploy/helm: rendered by Helm's own library, and held to the same as deploy/kustomize."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support import IN_CI
+from tests.support.deployed import DEPLOY
+from tests.support.manifests import Manifest, config_of, containers, documents, of_kind, pod_spec_of, rendered
+from tests.support.schemas import check
+
+try:
+    import helm_python
+except ImportError:  # pragma: no cover - there are wheels for some platforms only
+    if IN_CI:
+        raise
+    pytest.skip("helm_python is not installed (pip install -e '.[dev]')", allow_module_level=True)
+
+CHART = DEPLOY / "helm" / "warmroute"
+BOTH = {"epp": {"enabled": True}, "serviceMonitor": True}
+OF_HELM = ("helm.sh/chart", "app.kubernetes.io/managed-by", "app.kubernetes.io/version", "app.kubernetes.io/instance")
+
+
+def chart(name: str = "warmroute", **values: Any) -> list[Manifest]:
+    with helm_python.Chart.load(CHART) as loaded:
+        loaded.validate_schema(values)
+        files = loaded.render(values, name=name, namespace="llm")
+    return [manifest for file, text in files.items() if file.endswith(".yaml") for manifest in documents(text)]
+
+
+def plain(value: Any) -> Any:
+    """Without what only Helm adds, and as the objects mean it."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if key not in OF_HELM and key != "namespace"}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def test_helm_finds_nothing_to_say() -> None:
+    said = helm_python.lint(CHART, BOTH, strict=True)
+    assert said["errors"] == []
+    assert [message["error"] for message in said["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("values", [{}, BOTH, {"gateway": {"enabled": False}, "epp": {"enabled": True}}])
+def test_every_manifest_is_one_that_kubernetes_takes(values: dict[str, Any]) -> None:
+    manifests = chart(**values)
+    assert manifests
+    for manifest in manifests:
+        check(manifest)
+
+
+@pytest.mark.parametrize("base", ["gateway", "epp"])
+def test_the_chart_says_what_kustomize_says(base: str) -> None:
+    ours = {(m["kind"], m["metadata"]["name"]): m for m in chart(**BOTH)}
+    for wanted in rendered(DEPLOY / "kustomize" / "base" / base):
+        kind, name = wanted["kind"], wanted["metadata"]["name"]
+        if kind in ("InferencePool", "HTTPRoute"):
+            continue  # The chart leaves these to whoever has the engines.
+        found, wanted = copy.deepcopy(ours[kind, name]), copy.deepcopy(wanted)
+        for manifest in (found, wanted):
+            if kind == "ConfigMap":
+                manifest["data"] = {file: yaml.safe_load(text) for file, text in manifest["data"].items()}
+            if kind == "Deployment":
+                for container in containers(pod_spec_of(manifest)):
+                    container.pop("image"), container.pop("imagePullPolicy", None)
+            if kind == "Service" and manifest["spec"].get("type") == "ClusterIP":
+                del manifest["spec"]["type"]
+            manifest["metadata"].pop("labels", None)
+        assert plain(found) == plain(wanted)
+
+
+def test_values_are_put_where_they_belong(tmp_path: Path) -> None:
+    config = {"workers": ["http://a:1"], "gateway": {"drain_timeout_s": 90, "port": 8080}}
+    env = [{"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]
+    manifests = chart(
+        "mine",
+        image={"repository": "r.example/w", "tag": "1.2.3"},
+        imagePullSecrets=[{"name": "pull"}],
+        gateway={
+            "config": config,
+            "env": env,
+            "networkPolicy": False,
+            "tolerations": [{"operator": "Exists"}],
+            "nodeSelector": {"pool": "cpu"},
+        },
+    )
+    for manifest in manifests:
+        check(manifest)
+    assert of_kind(manifests, "NetworkPolicy") == []
+    (deployment,) = of_kind(manifests, "Deployment")
+    spec = pod_spec_of(deployment)
+    assert spec["terminationGracePeriodSeconds"] == 105
+    assert (spec["tolerations"], spec["nodeSelector"]) == ([{"operator": "Exists"}], {"pool": "cpu"})
+    assert spec["imagePullSecrets"] == [{"name": "pull"}]
+    (container,) = spec["containers"]
+    assert container["image"] == "r.example/w:1.2.3"
+    assert container["env"] == env
+    assert container["ports"] == [{"name": "http", "containerPort": 8080}]
+    (configmap,) = of_kind(manifests, "ConfigMap")
+    file = tmp_path / "gateway.yaml"
+    file.write_text(configmap["data"]["gateway.yaml"])
+    loaded = config_of(container["args"], {"/etc/warmroute/gateway.yaml": file})
+    assert [worker.url for worker in loaded.workers] == ["http://a:1"]
+    assert loaded.gateway.drain_timeout_s == 90
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"gatway": {}}, {"gateway": {"replicas": "two"}}, {"image": {"repository": ""}}, {"gateway": {"confg": {}}}],
+)
+def test_mistyped_values_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(helm_python.HelmError):
+        chart(**values)
