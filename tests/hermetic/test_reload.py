@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from bench.engine.server import FakeVllm
-from gateway.config import load_config
-from gateway.config.schema import Worker
+from gateway.config import Config, load_config
+from gateway.config.schema import EppConfig, LoggingConfig, Worker
+from gateway.epp.run import Epp
 from gateway.reload import Source
 from gateway.sidecar.run import Sidecar
 from scorer.types import Role
@@ -122,6 +123,20 @@ async def test_a_sidecar_takes_new_prefill_workers_and_no_queue() -> None:
         await until(lambda: "p" in pod.core.fleet.workers)
         assert pod.core.fleet.workers["p"].role is Role.PREFILL
         assert pod.core.queue.settings.enabled is False
+        assert reloading.pending == []
+
+
+async def test_a_picker_takes_new_workers_by_address_and_no_key_of_the_sidecar() -> None:
+    own = EppConfig(host="127.0.0.1", port=0, health_port=0, metrics_port=0, admin_port=0, tls="off")
+    given = Config(epp=own, logging=LoggingConfig(level="error"))
+    async with FakeVllm(engine()) as a, Epp(given) as epp:
+        named = (Worker(url=a.url.replace("127.0.0.1", "localhost"), name="a"),)
+        sidecar = msgspec.structs.replace(given.sidecar, port=1)
+        changed = msgspec.structs.replace(given, workers=named, sidecar=sidecar)
+        reloading = epp.follow_config(given, Source(read=lambda: changed, file=None))
+        reloading.reload()
+        await until(lambda: "a" in epp.core.fleet.workers)
+        assert epp.core.fleet.workers["a"].url == a.url  # A proxy is told addresses.
         assert reloading.pending == []
 
 
