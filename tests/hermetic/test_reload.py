@@ -32,7 +32,7 @@ def write(path: Path, config: Any) -> None:
     os.replace(new, path)
 
 
-async def eventually(condition: Callable[[], Any], within_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], Any], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not await condition():  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.05)

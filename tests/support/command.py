@@ -42,7 +42,7 @@ class Command(Stacked):
         assert self.process.stderr is not None
         self._log = asyncio.create_task(self.process.stderr.read())
         self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await self._is_ready():  # noqa: ASYNC110 - nothing signals it
                 await asyncio.sleep(0.05)
 
