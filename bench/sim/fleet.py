@@ -74,10 +74,6 @@ class FleetSpec:
 
     servers: tuple[Server, ...]
     link: Link = NVLINK
-    links: tuple[tuple[str, str, Link], ...] = ()
-    """(prefill, decode, link) of pairs that have another between them, which no prior knows of. `enter_s` and `hop_s`
-    are everybody's.
-    """
     event_delay_s: float = 0.01
     event_loss: float = 0.0
     """Share of event batches that do not arrive."""
@@ -99,6 +95,10 @@ class FleetSpec:
     faults: tuple[Fault, ...] = ()
     constants: Constants | None = field(default=None)
     """Cost priors; None: those that describe the first server (times `prior_factor`)."""
+    links: tuple[tuple[str, str, Link], ...] = ()
+    """(prefill, decode, link) of pairs that have another between them, which no prior knows of. `enter_s` and `hop_s`
+    are everybody's.
+    """
 
     def priors(self) -> Constants:
         first = self.servers[0]

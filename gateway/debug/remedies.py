@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 REMEDIES = {
+    "config_rejected": "mend the configuration as the text says; the one before it is in force",
+    "config_needs_restart": "restart when it suits; everything else of the new configuration is in force",
     "discovery": "mend what the text names; the workers known so far stay",
     "no_workers": "name workers with --worker URL, workers_file or discovery.dns",
     "no_decode_worker": "start a worker that decodes (role both or decode), or wait for one to come back",
@@ -31,6 +33,8 @@ REMEDIES = {
     "learning_not_kept": "make the folder of learning.file writable",
     "queue_filling": "add workers, or lower what is let in (docs/queue.md)",
     "responses_unseen": "let Envoy show responses to the picker (docs/epp.md): response_header_mode SEND",
+    "bodies_unseen": "let Envoy show requests' bodies to the picker (docs/envoy.md): request_body_mode",
+    "outcomes_missing": "set epp.sidecar to what stands before the engines (docs/epp.md)",
     "leader_unknown": "see whether the Kubernetes API answers, and whether leases may be read and written",
     "hits_missed": "reset caches through this port (POST /reset_prefix_cache), and see events_partial",
 }

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from itertools import count
+from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import msgspec
@@ -27,6 +28,7 @@ from gateway.epp.refusals import refusal
 from gateway.epp.rewrites import Rewrites
 from gateway.epp.watching import Watched
 from gateway.extproc.types import Ask, Pick, Refusal
+from gateway.handoff.bodies import is_takeable
 from gateway.handoff.fields import NotAnObject, split, with_member
 from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
@@ -37,7 +39,7 @@ from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.realtime import PATH as REALTIME
 from gateway.proxy.routes import ROUTES, Route
 from gateway.proxy.steps import CLIENT_LEFT
-from gateway.request import BadRequest
+from gateway.request import BadRequest, members_of
 from gateway.stored import Place
 from scorer.types import RequestFacts
 
@@ -119,11 +121,16 @@ class PlannedPicker:
         return DEFAULT if priority is None else priority
 
     def renamed(self, body: bytes, control: Control, headers: CIMultiDict[str]) -> tuple[bytes, tuple[str, str] | None]:
-        """The body that asks for the model that is to serve it, and (that model, what the client calls it)."""
+        """The body that asks for the model that is to serve it, and (that model, what the client calls it). Raises
+        ApiError.
+        """
         if control.model is None and not self._rewrites:
             return body, None
         if is_encoded(headers):
             return body, None
+        if not is_takeable(body):
+            too_many = BadRequest("The request body has too many members.", code="invalid_json")
+            raise steps.bad_request(self._parts, too_many)
         try:
             asked = msgspec.json.decode(split(body).get("model", msgspec.Raw(b"null")))
         except (NotAnObject, msgspec.MsgspecError, UnicodeError):
@@ -164,8 +171,10 @@ class _Picking:
             self._parts, self._headers, ask.body, salted=route.queued, anonymous=ask.method == "OPTIONS"
         )
         control = read_control(self._headers)
-        body, rename = picker.renamed(steps.cleaned(self._parts, body), control, self._headers)
-        facts = await self._facts(body)
+        members = members_of(body)
+        sent, rename = picker.renamed(steps.cleaned(self._parts, body, members), control, self._headers)
+        facts = await self._facts(sent, members if sent is body else None)
+        body = sent
         if facts is None:
             return self._unbooked(steps.least_busy(self._parts, subset), body, rename)
         priority = picker.priority(control)
@@ -189,14 +198,15 @@ class _Picking:
 
     # ---- with a prompt -----------------------------------------------------------------------------------------------
 
-    async def _facts(self, body: bytes) -> RequestFacts | None:
+    async def _facts(self, body: bytes, members: dict[str, Any] | None) -> RequestFacts | None:
         """None: it is of no API we know, and goes where there is least to do. Raises ApiError."""
         deadline_s = self._picker._settings.decision_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 if self._route is _UNKNOWN:
                     return await self._facts_of_unknown(body)
-                return await steps.read_facts(self._parts, self._booking_id, self._route.tokens, body, self._headers)
+                kind = self._route.tokens
+                return await steps.read_facts(self._parts, self._booking_id, kind, body, self._headers, members)
         except TimeoutError:
             self._parts.metrics.rejected("decision_timeout")
             raise ApiError(

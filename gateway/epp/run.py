@@ -150,16 +150,6 @@ class Epp(Service):
             if count > self._counted.get(what, 0):
                 self._counted[what], self._told_until_s[what] = count, until_s
 
-    def upkeep(self) -> None:
-        """What has been counted since the last time is told for a while."""
-        until_s = time.monotonic() + _RECENT_S
-        counts = {"bodies_unseen": self.server.counts.blind}
-        if self.config.epp.sidecar == "warmroute":  # Others say nothing anyway.
-            counts["outcomes_missing"] = self._metrics.missing
-        for what, count in counts.items():
-            if count > self._counted.get(what, 0):
-                self._counted[what], self._told_until_s[what] = count, until_s
-
     def _began(self) -> None:
         self.plane.in_flight += 1
 

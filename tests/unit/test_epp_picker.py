@@ -326,3 +326,10 @@ async def test_a_websocket_goes_where_its_model_is_and_may_be_silent() -> None:
 async def test_a_websocket_is_refused_where_it_cannot_be_salted() -> None:
     async with Pool(P(), tenancy=TenancyConfig(header="x-tenant", salt="derive")) as pool:
         await pool.expect_refusal(get("/v1/realtime", headers={"x-tenant": "a"}), 400)
+
+
+async def test_a_body_of_a_million_members_is_not_taken_apart_to_rename_its_model() -> None:
+    body = b'{"model":"front",' + b",".join(b'"k%d":1' % i for i in range(150_000)) + b"}"
+    async with Pool(P(), epp=EppConfig(rewrites=(f"front={BASE}",))) as pool:
+        refused = await pool.expect_refusal(request(raw=body), 400)
+        assert b"too many members" in refused.body
