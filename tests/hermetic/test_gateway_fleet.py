@@ -197,6 +197,7 @@ METRICS = {
     "actual_cached_tokens",
     "answers_cut",
     "build_info",
+    "config_reloads",
     "decisions",
     "degraded",
     "ejections",
@@ -278,6 +279,7 @@ METRICS = {
     "worker_booked_streams",
     "worker_chosen",
     "worker_draining",
+    "worker_predicted_wait_seconds",
     "workers",
 }
 
