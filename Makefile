@@ -3,6 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.installed-to-run
 STAMP := $(VENV)/.installed
 E2E_VENV := .venv-e2e
 PROTO_VENV := .venv-proto
@@ -15,18 +16,23 @@ PROTOS := $(wildcard proto/*.proto)
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
-$(STAMP): pyproject.toml
+$(RUNS): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is not a Python >= 3.11; choose another with make PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' || \
 		{ echo "$(PYTHON) has no venv module (Debian: apt-get install python3-venv)" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+# Some 600 MB more, most of it the tools that hold deploy/ to its formats.
+$(STAMP): $(RUNS)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 setup: $(STAMP) ## only create .venv and install (the other targets do it by themselves)
 
-demo: $(STAMP) ## a small fleet of fake engines on this machine, routed and compared (ARGS=--pd, --json)
+demo: $(RUNS) ## a small fleet of fake engines on this machine, routed and compared (ARGS=--pd, --json)
 	$(BIN)/warmroute demo $(ARGS)
 
 # What only computes runs on all cores; what listens, waits and measures silence runs by itself.

@@ -148,7 +148,10 @@ class Learner:
         work_s = self._cost.work_s(facts.prompt_tokens, held_tokens) / worker.weight
         floor_s = self._cost.constants.comp_floor_s / worker.weight
         computing_s = took_s - worker.front_factor * usual_front_s
-        if worker.work_factor * work_s > worker.floor_factor * floor_s:
+        if computing_s <= 0:  # What is thought of the front alone is more than everything took.
+            usual_s = max(work_s, floor_s)
+            self._learn(Part.FRONT, worker, usual_front_s, max(took_s - usual_s, 1e-3 * usual_front_s))
+        elif worker.work_factor * work_s > worker.floor_factor * floor_s:
             self._learn(Part.WORK, worker, work_s, computing_s)
         elif usual_front_s < floor_s / 2:
             self._learn(Part.FLOOR, worker, floor_s, computing_s)

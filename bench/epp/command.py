@@ -114,6 +114,7 @@ def measure(
             wait_until_known(ours.admin_port, [len(each) for each in frames])
 
         def note(turn: int, taken: Sample) -> None:
+            feed.go_on()
             samples.append(taken)
             n = taken.chunks or taken.finished
             if n:

