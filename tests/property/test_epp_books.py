@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
@@ -65,6 +65,7 @@ def respond(pool: Pool, pick: Pick, head: tuple[int, str, dict[str, str], str | 
     pick.watch.responded(status, CIMultiDict({"content-type": content_type, **headers}), served)
 
 
+@settings(max_examples=100)  # Each starts a pool: a thousand take two minutes.
 @given(st.lists(REQUEST, min_size=1, max_size=6), st.sampled_from(["local", "cost", "always-remote"]), st.randoms())
 def test_everything_booked_is_given_back(plans: list, policy: str, rng) -> None:  # type: ignore[no-untyped-def,type-arg]
     async def run() -> None:
