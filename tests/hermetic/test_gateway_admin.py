@@ -127,16 +127,13 @@ async def test_the_explain_command(fleet: Fleet, capsys: pytest.CaptureFixture[s
     for wrong, text in (
         (["--admin", "http://127.0.0.1:9", "--prompt", "x"], "no gateway answers"),
         (["--admin", "ftp://x", "--prompt", "x"], "no http"),
+        (["--admin", fleet.url, "--prompt", "x"], "Is it the main port?"),
         (arguments, "give one of"),
     ):
         with pytest.raises(UserError, match=text):
             await asyncio.to_thread(explain.main, wrong)
-    for refused, text in (
-        ([*arguments, "--prompt", "x", "--model", "zz"], "`zz` does not exist"),
-        (["--admin", fleet.url, "--prompt", "x"], "Unknown request URL"),
-    ):
-        assert await asyncio.to_thread(explain.main, refused) == 1
-        assert text in capsys.readouterr().err
+    assert await asyncio.to_thread(explain.main, [*arguments, "--prompt", "x", "--model", "zz"]) == 1
+    assert "`zz` does not exist" in capsys.readouterr().err
 
 
 async def test_o8_prompts_show_nowhere(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
