@@ -345,7 +345,7 @@ async def test_a_worker_that_breaks_off_is_told_as_a_restart_and_held_against_it
                 assert await closed(socket, within_s=2) == 1012
             await until(world.is_idle)
         assert {record["cut"] for record in await world.records()} == {"upstream_broke"}
-        assert len(world.health._workers["a"].outcomes) == 2
+        assert len(world.health._workers["a"].faults) == 2
 
 
 async def test_messages_that_are_too_large_end_it_with_1009() -> None:

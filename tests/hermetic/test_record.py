@@ -159,7 +159,7 @@ async def stuck(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.
     monkeypatch.setattr(reader_module.Reader.__init__, "__defaults__", (1000,))
     host, port = fleet.admin.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 10)
-    writer.write(b"GET /debug/record HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /debug/record HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await until(lambda: active(fleet))
     recording = fleet.core.recorder._readers[0]
     while not recording._lost_rows:
