@@ -83,7 +83,8 @@ def fit(config: dict[str, Any], *, picker: int, pods: tuple[int, ...] = ()) -> N
     if "load_assignment" in cluster(config, "pods"):
         at(cluster(config, "pods"), *pods)
     for check in cluster(config, "picker")["health_checks"]:
-        check.update(interval="0.2s", no_traffic_interval="0.2s", unhealthy_threshold=1)
+        # Who refuses is out at once; who is slow to answer may be on a machine that has no time for it.
+        check.update(interval="0.2s", no_traffic_interval="0.2s", unhealthy_threshold=1, timeout="5s")
 
 
 class Envoy:

@@ -309,7 +309,7 @@ def test_envoy_06_no_byte_is_lost_of_fast_responses(standalone: EnvoyWorld, case
     for i in range(200):
         connection.request("POST", "/?big=500", b"{}", {CASE: f"{case}{i}"})
         response = connection.getresponse()
-        assert (response.status, response.read()) == (200, b"a" * 500)
+        assert (response.status, response.read()) == (200, b"a" * 500), standalone.envoy.log[-600:]
     connection.close()
 
 
