@@ -245,10 +245,7 @@ class _Picking:
         """A WebSocket, to a worker that serves the model of the query, or the only one there is; else to any."""
         parts, headers = self._parts, self._headers
         model = next(iter(parse_qs(self._ask.path.partition("?")[2]).get("model", ())), None)
-        try:
-            tenant = parts.tenancy.take_session(headers)
-        except BadRequest as exc:
-            raise steps.bad_request(parts, exc) from None
+        tenant = steps.identified_session(parts, headers)
         try:
             facts = await parts.reader.session(self._booking_id, model, headers)
         except BadRequest:  # It is named later, which only the pod hears.

@@ -24,7 +24,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from gateway.engine.health import End, State
-from gateway.proxy import errors
+from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
 from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.errors import ApiError
@@ -33,7 +33,6 @@ from gateway.proxy.parts import Parts
 from gateway.proxy.server import DataPlane, target_of
 from gateway.request import BadRequest
 from gateway.sidecar.hints import NO_HINTS
-from scorer.planner import ModelNotFound, NoWorker
 from scorer.types import Outcome, OutcomeKind, RequestFacts
 
 _log = logging.getLogger(__name__)
@@ -159,7 +158,7 @@ class _Session:
         admitted = False
         try:
             self._check_upgrade()
-            self._identify()
+            self._tenant = steps.identified_session(self._parts, self._headers)
             self._face.plane.admit()
             admitted = True
             return await self._serve()
@@ -205,23 +204,12 @@ class _Session:
         if self._face.plane.draining:
             raise errors.no_worker("the gateway is going down")
 
-    def _identify(self) -> None:
-        try:
-            self._tenant = self._parts.tenancy.take_session(self._headers)
-        except BadRequest as exc:
-            self._parts.metrics.rejected("bad_request")
-            raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
-        except ApiError:
-            self._parts.metrics.rejected("no_identity")
-            raise
-
     async def _serve(self) -> web.StreamResponse:
         try:
             facts = await self._facts(self._request.rel_url.query.get("model"))
         except BadRequest as exc:
             if "model" in self._request.rel_url.query:
-                self._parts.metrics.rejected("bad_request")
-                raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
+                raise steps.bad_request(self._parts, exc) from None
             return await self._choose_late()
         worker = await self._connect(facts)
         return await self._pass_through(await self._accept(worker.protocol), worker)
@@ -274,14 +262,7 @@ class _Session:
 
     async def _try(self, facts: RequestFacts) -> _ClientSocket:
         parts = self._parts
-        try:
-            plan = parts.planner.plan(facts, parts.available.names(), time.monotonic(), parts.rng)
-        except ModelNotFound as exc:
-            parts.metrics.rejected("model_not_found")
-            raise errors.model_not_found(exc.model) from None
-        except NoWorker as exc:
-            parts.metrics.rejected("no_worker")
-            raise errors.no_worker(str(exc)) from None
+        plan = steps.booked(parts, facts)
         self._plan_id = facts.request_id
         parts.metrics.decided(plan.choice, facts.token_source)
         name, rank = plan.chosen.decode

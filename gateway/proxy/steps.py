@@ -42,11 +42,23 @@ def identified(
     """Whose it is, and the body with the cache salt of its tenant (see `Tenancy.take`). Raises ApiError."""
     try:
         return parts.tenancy.take(headers, body, salted=salted, anonymous=anonymous)
-    except BadRequest as exc:
-        raise bad_request(parts, exc) from None
-    except ApiError:
-        parts.metrics.rejected("no_identity")
-        raise
+    except (BadRequest, ApiError) as exc:
+        raise _unidentified(parts, exc) from None
+
+
+def identified_session(parts: Parts, headers: CIMultiDict[str]) -> str | None:
+    """Whose connection it is (see `Tenancy.take_session`). Raises ApiError."""
+    try:
+        return parts.tenancy.take_session(headers)
+    except (BadRequest, ApiError) as exc:
+        raise _unidentified(parts, exc) from None
+
+
+def _unidentified(parts: Parts, exc: BadRequest | ApiError) -> ApiError:
+    if isinstance(exc, BadRequest):
+        return bad_request(parts, exc)
+    parts.metrics.rejected("no_identity")
+    return exc
 
 
 def cleaned(parts: Parts, body: bytes, members: Mapping[str, Any] | None = None) -> bytes:
@@ -79,17 +91,21 @@ def bad_request(parts: Parts, exc: BadRequest) -> ApiError:
     return ApiError(400, str(exc), code=exc.code, param=exc.param)
 
 
-def planned(parts: Parts, record: Record, facts: RequestFacts) -> Flight:
-    """Where it goes, booked. Raises ApiError."""
+def booked(parts: Parts, facts: RequestFacts) -> Plan:
+    """Where it goes. Raises ApiError."""
     try:
-        plan = parts.planner.plan(facts, parts.available.names(), time.monotonic(), parts.rng)
+        return parts.planner.plan(facts, parts.available.names(), time.monotonic(), parts.rng)
     except ModelNotFound as exc:
         parts.metrics.rejected("model_not_found")
         raise errors.model_not_found(exc.model) from None
     except NoWorker as exc:
         parts.metrics.rejected("no_worker")
         raise errors.no_worker(str(exc)) from None
-    flight = taken_off(parts, facts, plan)
+
+
+def planned(parts: Parts, record: Record, facts: RequestFacts) -> Flight:
+    """Where it goes, booked and noted. Raises ApiError."""
+    flight = taken_off(parts, facts, booked(parts, facts))
     note_plan(parts, record, flight)
     return flight
 
