@@ -94,13 +94,23 @@ def test_a_cold_prompt_is_computed_elsewhere_and_a_warm_one_at_home(
 
     whole_blocks = (first.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
-    def is_known() -> bool:  # By both, to the last block: else it would be worth a hand-over again.
-        return all(max(picker.explain(body).values()) == whole_blocks for picker in front.pickers)
+    def is_known_at(n_servers: int) -> bool:  # By both, to the last block: else it would be worth a hand-over again.
+        held = [list(picker.explain(body).values()) for picker in front.pickers]
+        return all(tokens.count(whole_blocks) >= n_servers for tokens in held)
 
     if api in ("chat", "completions"):
-        poll(is_known, DEADLINE_S, lambda: f"{[picker.explain(body) for picker in front.pickers]}")
-        again = ask(front.url, api, body, stream=stream)
-        assert text_of(again) == right
+        # A server that seems busy or slow may lose a turn to another one, which is cold then, but never to a third.
+        for n_servers in range(1, len(front.sidecars) + 1):
+            poll(
+                lambda n=n_servers: is_known_at(n),
+                DEADLINE_S,
+                lambda: f"{[picker.explain(body) for picker in front.pickers]}",
+            )
+            front.wait_until_nothing_is_booked()
+            again = ask(front.url, api, body, stream=stream)
+            assert text_of(again) == right
+            if again.choice[0] == "local":
+                break
         assert again.choice[0] == "local"
         assert again.cached_tokens == whole_blocks
     front.wait_until_nothing_is_booked()

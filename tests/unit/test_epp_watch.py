@@ -143,7 +143,8 @@ async def test_times_of_an_answer_that_was_seen_do() -> None:
     async with Pool(P()) as pool:
         pick = await pool.picked(request(prompt(400), stream=True))
         answer(pick, b"data: {}\n\n", **SSE)
-        assert Part.FLOOR in {part for part, _ in pool.planner.calibration.factors()}
+        learned = {part for part, _ in pool.planner.calibration.factors()}
+        assert learned & {Part.FRONT, Part.FLOOR}  # By how long this machine took from the pick to here.
 
 
 async def test_a_stream_that_the_proxy_held_to_its_end_teaches_no_times() -> None:
