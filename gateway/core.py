@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import aiohttp
 
@@ -52,6 +53,9 @@ from scorer.kind import EngineKind
 from scorer.planner import Planner
 from scorer.sessions import SessionSettings
 from scorer.types import ChangeKind, EngineStats, WorkerChange
+
+if TYPE_CHECKING:
+    from gateway.replicas import Replicas
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
@@ -153,6 +157,20 @@ class Core:
         self._changes: dict[str, WorkerChange] = {}
         self._out: set[str] = set()
         """Ejected and not back yet."""
+        self.replicas: Replicas | None = None
+        """Who shares what is in flight with others, if anybody."""
+        if config.redis.url is not None:
+            from gateway.replicas import Replicas  # Only who shares has to load the client.
+
+            self.replicas = Replicas(
+                config.redis,
+                self.planner,
+                self.stored,
+                self.metrics.registry,
+                self.rng,
+                session_idle_s=config.scorer.session_idle_s,
+            )
+            self.others_degraded.append(self.replicas.degraded)
         self.roster = Roster()
         self.leaving = Leaving(self.planner, self.roster.is_held)
         self._was_empty = False
@@ -179,6 +197,8 @@ class Core:
         self.ingest.start()
         await self.tokens.start()
         self._tasks.append(self._loop.create_task(self._tick(), name="core tick"))
+        if self.replicas is not None:
+            self.replicas.start()
 
     def follow(self, discovery: Discovery) -> None:
         """Take in what a discovery says, from now on."""
@@ -201,6 +221,8 @@ class Core:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.replicas is not None:
+            await self.replicas.close()
         await self.learned.close()
         await self.look_again.close()
         await self.scraper.stop()

@@ -50,12 +50,20 @@ class StoredResponses:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._lives: dict[str, int] = {}
         """Of workers that hold any."""
+        self.tell: Callable[[str, Place], None] | None = None
+        """For other replicas, where there are any."""
         self._n_lives = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def remember(self, response_id: str, place: Place, now_s: float) -> None:
+        self.remember_elsewhere(response_id, place, now_s)
+        if self.tell is not None:
+            self.tell(response_id, place)
+
+    def remember_elsewhere(self, response_id: str, place: Place, now_s: float) -> None:
+        """Another replica has seen it made."""
         if not 0 < len(response_id) <= LONGEST_ID or not self._most:
             return
         life = self._lives.get(place.worker)

@@ -116,6 +116,11 @@ class ApproximateIndex:
         keys.
         """
         keys = self._keys(worker, prompt, model, lora)[first_block:]
+        self.assume_keys(worker, rank, keys, now_s)
+        return keys
+
+    def assume_keys(self, worker: str, rank: int, keys: Sequence[int], now_s: float) -> None:
+        """The same for blocks by their keys, in the order of the prompt."""
         assumed = self._state((worker, rank))
         self._expire(assumed, now_s)
         blocks, bit, add = assumed.blocks, assumed.bit, self._plane.add
@@ -129,7 +134,6 @@ class ApproximateIndex:
                 before, touch = known, _Touch(now_s, None if known is None else known.at_s)
             blocks[key] = touch
         self._fit(assumed, self._workers.get(worker, self._default).capacity_blocks)
-        return keys
 
     def retract(self, worker: str, rank: int, keys: Iterable[int], assumed_at_s: float) -> None:
         """Forget those of `keys` that nothing but the `assume` call at `assumed_at_s` speaks for."""

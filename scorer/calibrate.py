@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -25,6 +25,7 @@ MOST_FACTORS = 8192
 _HELD_EVERY = 4
 _FORGET = 0.05
 """Weight of a new sample once there are 1 / 0.05 = 20: about the last 40 count."""
+_REMEMBERED = 40
 LENGTH_BOUND = 64.0
 """Answers differ from what is expected of them by more than hardware does."""
 
@@ -94,6 +95,20 @@ class Factor:
         if not self.n_held:
             return None
         return self._error if self.is_used else self._prior_error
+
+    @classmethod
+    def merged(cls, factors: Sequence[Factor], bound: float = BOUND) -> Factor:
+        """Of several that were learned apart: each counts as much as it has samples it has not forgotten."""
+        weights = [min(factor.n_samples, _REMEMBERED) for factor in factors]
+        total = sum(weights)
+        out = cls(bound)
+        for factor, weight in zip(factors, weights, strict=True):
+            out.log += factor.log * weight / total
+            out._error += factor._error * weight / total
+            out._prior_error += factor._prior_error * weight / total
+        out.n_samples = max(factor.n_samples for factor in factors)
+        out.n_held = max(factor.n_held for factor in factors)
+        return out
 
     def state(self) -> list[float]:
         return [self.log, self.n_samples, self.n_held, self._error, self._prior_error]
@@ -188,6 +203,38 @@ class Calibration:
         for part, name in list(self._factors):
             if part is Part.PULL and (name == FLEET or name.endswith(">" + decode)):
                 del self._factors[part, name]
+
+    def adopt(self, states: Iterable[Mapping[str, Any]]) -> int:
+        """Begin with what others have learned, where nothing can be said from own samples yet: means, weighted by
+        samples. `states` are those of other calibrations. How many factors were taken.
+        """
+        found: dict[tuple[Part, str], list[Factor]] = {}
+        kinds: dict[str, EngineKind] = {}
+        for state in states:
+            other = Calibration()
+            other.load(state)
+            kinds.update(other._kinds)
+            for (part, name), factor in other.factors().items():
+                if not self._is_of_other_kind(other, part, name):
+                    found.setdefault((part, name), []).append(factor)
+        taken = 0
+        for (part, name), factors in found.items():
+            own = self._factors.get((part, name))
+            if own is not None and own.n_samples >= MIN_SAMPLES:
+                continue
+            known = factors if own is None else [*factors, own]
+            if sum(factor.n_samples for factor in known):
+                self._put(part, name, Factor.merged(known, part.bound))
+                taken += 1
+        for name, kind in kinds.items():
+            self._kinds.setdefault(name, kind)  # One that turns out to be of another kind begins anew.
+        return taken
+
+    def _is_of_other_kind(self, other: Calibration, part: Part, name: str) -> bool:
+        """Whether a worker it is about was another kind of engine there than it is here."""
+        workers = name.split(">") if part in (Part.PULL, Part.MEETING) else [name]
+        kinds = ((self._kinds.get(worker), other._kinds.get(worker)) for worker in workers)
+        return any(ours is not None and theirs is not None and not theirs.is_like(ours) for ours, theirs in kinds)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready, for `load`."""

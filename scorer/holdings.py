@@ -11,6 +11,7 @@ from typing import Final
 
 from indexer import ApproximateIndex, Holder, Link, Match, MediaReferences, PrefixIndex, Prompt
 from scorer.fleet import Worker
+from scorer.journal import Journal
 from scorer.ledger import Booking
 from scorer.pricing import USUAL_BLOCK_SIZE
 from scorer.types import RequestFacts
@@ -22,17 +23,28 @@ _AT_ONCE: Final = 8
 """More than requests bring, so that all are looked at again soon; a look takes a microsecond."""
 
 
-class Stay:
-    """What a request has on one rank: its booking, and the blocks it is assumed (since `assumed_s`) to bring there."""
+class Assumed:
+    """The blocks a request is assumed (since `assumed_s`) to bring to one rank."""
 
-    __slots__ = ("assumed_s", "booking", "holder", "keys", "known_links", "media_links", "worker")
+    __slots__ = ("assumed_s", "holder", "keys", "worker")
 
-    def __init__(self, worker: Worker, holder: Holder, booking: Booking) -> None:
+    def __init__(self, worker: Worker, holder: Holder) -> None:
         self.worker = worker
         self.holder = holder
-        self.booking = booking
         self.keys: list[int] = []
         self.assumed_s = 0.0
+
+
+class Stay(Assumed):
+    """What a request has on one rank: its booking, and the blocks it is assumed to bring there."""
+
+    __slots__ = ("booking", "known_links", "media_links", "told")
+
+    def __init__(self, worker: Worker, holder: Holder, booking: Booking) -> None:
+        super().__init__(worker, holder)
+        self.booking = booking
+        self.told = 0
+        """Under which number other replicas were told; 0: they were not."""
         self.media_links: tuple[Link, ...] = ()
         self.known_links = 0
         """Of them, how many had been computed on this rank before."""
@@ -49,6 +61,8 @@ class Holdings:
         """For workers with events: what was just sent there and not announced yet."""
         self.media = MediaReferences()
         """Prompts with media in them, by reference."""
+        self.journal: Journal | None = None
+        """For other replicas, where there are any."""
         self._unannounced: deque[tuple[float, Holder, list[int], float]] = deque()
 
     def configure(self, worker: Worker) -> None:
@@ -118,6 +132,16 @@ class Holdings:
         if worker.publishes_events:
             index, known = self.optimistic, cached_tokens // (worker.block_size() or USUAL_BLOCK_SIZE)
         stay.keys = index.assume(*stay.holder, prompt, now_s, model=facts.model, lora=facts.lora, first_block=known)
+        if self.journal is not None and stay.keys:
+            stay.told = self.journal.assumed(stay.holder, stay.keys)
+
+    def assume_elsewhere(self, worker: Worker, holder: Holder, keys: list[int], now_s: float) -> Assumed:
+        """Another replica has sent a request there, which will bring the blocks of `keys`; for `release`."""
+        assumed = Assumed(worker, holder)
+        assumed.keys, assumed.assumed_s = keys, now_s
+        index = self.optimistic if worker.publishes_events else self.approximate
+        index.assume_keys(*holder, keys, now_s)
+        return assumed
 
     def confirm(self, stay: Stay) -> None:
         """Its prompt is computed."""
@@ -125,16 +149,22 @@ class Holdings:
             self.media.computed(stay.media_links, stay.holder)
         self._settle_announced(stay)
 
-    def _settle_announced(self, stay: Stay) -> None:
+    def _settle_announced(self, stay: Assumed) -> None:
         """Give up the assumption when the worker's events have said so themselves."""
         if stay.keys and stay.worker.publishes_events and self.index.holds(*stay.holder, stay.keys[-1]):
             self.optimistic.retract(*stay.holder, stay.keys, stay.assumed_s)
             stay.keys = []
 
-    def release(self, stay: Stay, prefilled: bool, now_s: float) -> None:
+    def leave(self, stay: Stay, prefilled: bool, now_s: float) -> None:
         """The request has left; its prompt was computed there or not."""
         if stay.media_links and not prefilled:
             self.media.retract(stay.media_links, stay.holder, stay.assumed_s)
+        if stay.told and self.journal is not None:
+            self.journal.left(stay.told, prefilled)
+        self.release(stay, prefilled, now_s)
+
+    def release(self, stay: Assumed, prefilled: bool, now_s: float) -> None:
+        """The request of those blocks is over; its prompt was computed there or not."""
         if not stay.keys:
             return
         if not stay.worker.publishes_events:

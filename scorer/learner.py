@@ -95,14 +95,14 @@ class Learner:
 
     def watch(self, trace: Trace, load: Load) -> None:
         """From now on, until the next report, nothing may be computed beside it."""
-        trace.computed = None if load.computing else load.computed
+        trace.computed = None if load.computing or load.others.prefills else load.computed
         trace.pulled = load.pulled
 
     def tokens(
         self, facts: RequestFacts, trace: Trace, worker: Worker, load: Load, outcome: Outcome, now_s: float
     ) -> None:
         """One step brings a token to each of the request's sequences."""
-        alone = trace.computed == load.computed and not load.computing
+        alone = trace.computed == load.computed and not load.computing and not load.others.prefills
         if trace.reported_s is not None and outcome.n_tokens and alone and not outcome.held_up:
             pulls = load.pulled - trace.pulled
             step_s = self._cost.step_s(load.streams, load.kv_tokens, worker.weight)

@@ -3,9 +3,14 @@
 A booking holds on to the very load it was booked on, not to a name: when a worker leaves and returns under the same
 name, an old booking settles with the old load and the new one is untouched. Settling twice is harmless, so nothing
 goes negative.
+
+What other replicas of this router have in flight is folded into the same sums when they say so (`Load.set_others`), so
+that a price reads one number and does not ask whose it is.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from scorer.answers import Answer
 
@@ -63,6 +68,7 @@ class Booking:
         self.pulled = pulled
         self.settled = False
         load.prefills[self] = None
+        load.in_line += 1
         load.comp_s += comp_s
         if not pulled:
             load.computing += 1
@@ -73,6 +79,7 @@ class Booking:
             self.prefilling = False
             self.load.left_line(self, now_s)
             self.load.streaming[self] = None
+            self.load.streams += 1
             self.load.n_streamed += 1
             self.load.with_objective += self.slo_tpot_s is not None
             self.since = self.load.n_streamed
@@ -119,29 +126,55 @@ class Booking:
             self._take_back()  # Whether it was computed is not known; if it was, that is over for most of them.
         else:
             del self.load.streaming[self]
+            self.load.streams -= 1
             self.load.with_objective -= self.slo_tpot_s is not None
         self.load.kv_tokens -= self.kv_tokens
 
 
+class InFlight(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What somebody has in flight on one rank: prompts in line, the seconds of computing they still take, how many of
+    those may have passed by themselves (the first's), answers that stream, KV tokens of all of it.
+    """
+
+    prefills: int = 0
+    comp_s: float = 0.0
+    head_s: float = 0.0
+    streams: int = 0
+    kv_tokens: int = 0
+
+
+NOTHING = InFlight()
+
+
 class Load:
-    """The bookings of one (worker, rank), in order."""
+    """The bookings of one (worker, rank), in order; and what other replicas have there."""
 
     __slots__ = (
         "comp_s",
         "computed",
         "computing",
         "head_since_s",
+        "in_line",
         "kv_tokens",
         "n_streamed",
+        "others",
+        "others_at_s",
         "prefills",
         "pulled",
         "streaming",
+        "streams",
         "with_objective",
     )
 
     def __init__(self) -> None:
         self.comp_s = 0.0
-        """Of all that are in line."""
+        """Of those in `prefills`."""
+        self.in_line = 0
+        self.streams = 0
+        """Prompts in line and answers that stream, other replicas' among them."""
+        self.others = NOTHING
+        self.others_at_s = 0.0
+        """What other replicas had here then."""
         self.n_streamed = 0
         self.computing = self.computed = self.pulled = 0
         """Prompts that are computed here, and how many have been, or came from elsewhere."""
@@ -150,21 +183,35 @@ class Load:
         self.with_objective = 0
         """Of those that stream, how many have a TPOT objective."""
         self.kv_tokens = 0
-        """KV tokens of everything booked, answers so far included."""
+        """KV tokens of everything booked, here or by others, answers so far included."""
         self.head_since_s = 0.0
         """When the prefill that is first in line got there, at the latest."""
 
     @property
-    def streams(self) -> int:
-        return len(self.streaming)
+    def requests(self) -> int:
+        """Of this replica."""
+        return len(self.prefills) + len(self.streaming)
 
     @property
-    def requests(self) -> int:
-        return len(self.prefills) + len(self.streaming)
+    def own_kv_tokens(self) -> int:
+        return self.kv_tokens - self.others.kv_tokens
+
+    def own(self, now_s: float) -> InFlight:
+        """What this replica has here, for the others."""
+        backlog_s, head_s = self._own_backlog_s(now_s)
+        return InFlight(len(self.prefills), backlog_s, head_s, len(self.streaming), self.own_kv_tokens)
+
+    def set_others(self, others: InFlight, now_s: float) -> None:
+        """What all other replicas have here now, instead of what they had."""
+        before, self.others, self.others_at_s = self.others, others, now_s
+        self.in_line += others.prefills - before.prefills
+        self.streams += others.streams - before.streams
+        self.kv_tokens += others.kv_tokens - before.kv_tokens
 
     def left_line(self, booking: Booking, now_s: float) -> None:
         """Its prefill is over."""
         del self.prefills[booking]
+        self.in_line -= 1
         self.comp_s = self.comp_s - booking.comp_s if self.prefills else 0.0
         self.head_since_s = now_s
         if booking.pulled:
@@ -177,11 +224,18 @@ class Load:
         return next(iter(self.prefills), None) is booking
 
     def prefill_backlog_s(self, now_s: float) -> float:
-        """Booked prefill seconds still ahead of a newcomer: all of them, less what the first has probably had
-        already.
-        """
-        if not self.prefills:
-            return 0.0
-        head = next(iter(self.prefills))
-        elapsed = max(0.0, now_s - max(head.booked_s, self.head_since_s))
-        return max(0.0, self.comp_s - min(elapsed, head.comp_s))
+        """Prefill seconds still ahead of a newcomer: all of them, less what the first has probably had already."""
+        own_s = self._own_backlog_s(now_s)[0] if self.prefills else 0.0
+        others = self.others
+        if not others.comp_s:
+            return own_s
+        passed_s = max(0.0, now_s - self.others_at_s)
+        return own_s + max(0.0, others.comp_s - min(passed_s, others.head_s))
+
+    def _own_backlog_s(self, now_s: float) -> tuple[float, float]:
+        """(seconds left of those booked here, seconds left of the first of them)"""
+        head = next(iter(self.prefills), None)
+        if head is None:
+            return 0.0, 0.0
+        passed_s = min(max(0.0, now_s - max(head.booked_s, self.head_since_s)), head.comp_s)
+        return max(0.0, self.comp_s - passed_s), head.comp_s - passed_s

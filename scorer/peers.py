@@ -182,7 +182,7 @@ class Peers:
             if worker is None or load is None or worker.role is Role.PREFILL or not hands_over(worker):
                 continue
             if worker.serves(facts.model) and _is_there(worker, facts, available) and _is_fresh(worker, now_s):
-                found.append((match.reach_tokens, -load.requests, -len(found), (worker, holder, load)))
+                found.append((match.reach_tokens, -(load.in_line + load.streams), -len(found), (worker, holder, load)))
         return [each[-1] for each in heapq.nlargest(SOURCES, found)]
 
     def _viol_s(self, nobodys: RequestFacts, place: Place, at_source: Price) -> float:

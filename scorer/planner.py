@@ -19,6 +19,7 @@ from scorer.cost import CostModel
 from scorer.disaggregation import parse_policy
 from scorer.fleet import Fleet
 from scorer.holdings import Holdings, Stay
+from scorer.journal import Journal, SessionAt
 from scorer.learner import Learner, Trace
 from scorer.ledger import Booking
 from scorer.pairs import Names, Pairs
@@ -116,6 +117,18 @@ class Planner:
         """Of the last request that failed: it is planned anew at once, and need not be hashed again."""
         self._turns: dict[Holder, int] = {}
         self._turn = 0
+        self._journal: Journal | None = None
+
+    def tell(self, journal: Journal | None) -> None:
+        """Write down in it what other replicas have to hear, from now on."""
+        self._journal = self.holdings.journal = self.sessions.journal = journal
+
+    def session_elsewhere(self, at: SessionAt, now_s: float) -> None:
+        """Another replica has served a session there, or freed it."""
+        worker = None if at.holder is None else self.fleet.workers.get(at.holder[0])
+        if worker is not None or at.holder is None:
+            self._turn += 1
+            self.sessions.served_elsewhere(at, 0 if worker is None else worker.generation, self._turn, now_s)
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -165,6 +178,8 @@ class Planner:
         self.holdings.assume(decode, facts, prompt, plan.chosen.cached_tokens, now_s)
         if choice is not None:
             self._book_prefill(flight, choice, now_s)
+        if self._journal is not None:
+            self._journal.booked(holder)
         return plan
 
     def _book_prefill(self, flight: _Flight, choice: Choice, now_s: float) -> None:
@@ -175,6 +190,8 @@ class Planner:
         flight.trace.usual_pull_s, flight.trace.meeting_s = choice.usual_pull_s, choice.meeting_s
         stay.booking.charge(choice.stall_s)
         cached = choice.candidate.prefill_cached_tokens
+        if self._journal is not None:
+            self._journal.booked(holder)
         self.holdings.assume(stay, flight.facts, flight.prompt, cached, now_s)
 
     def next_prefill(
@@ -220,6 +237,8 @@ class Planner:
         else:
             flight.decode.booking.compute_here(price.comp_s)
             flight.decode.booking.charge(price.stall_s)
+            if self._journal is not None:
+                self._journal.booked(flight.decode.holder)
         known = {(here.decode, here.prefill), (here.decode, failed)}
         others = [each for each in flight.plan.considered if (each.decode, each.prefill) not in known]
         considered = (here, *others)[:CONSIDERED]
@@ -280,7 +299,7 @@ class Planner:
         judged = self._judge(facts, places, priced)
         turn, turns = self._turn, self._turns
         offers = [
-            Offer(i, price.total_s, len(load.prefills) + len(load.streaming), cached, turn - turns.get(holder, -1))
+            Offer(i, price.total_s, load.in_line + load.streams, cached, turn - turns.get(holder, -1))
             for i, ((_, holder, load), (price, cached)) in enumerate(zip(places, priced, strict=True))
         ]
         bound = home is not None and self.sessions.strict and self.sessions.stays(priced[home[0]][0])
@@ -366,6 +385,8 @@ class Planner:
         if flight is None:
             return
         kind = outcome.kind
+        if self._journal is not None:
+            self._journal.observed(flight.decode.holder, is_growth=kind is OutcomeKind.TOKEN)
         if kind is OutcomeKind.FIRST_TOKEN:
             if not outcome.guessed:
                 self._learner.first_token(flight.facts, flight.plan, flight.trace, flight.decode.worker, now_s)
@@ -404,7 +425,7 @@ class Planner:
             self._end_pair(flight)
             prefilled = not decode.booking.prefilling or kind is OutcomeKind.END
             decode.booking.settle(now_s)
-            self.holdings.release(decode, prefilled, now_s)
+            self.holdings.leave(decode, prefilled, now_s)
 
     def in_flight(self) -> int:
         return len(self._flights)
@@ -417,7 +438,9 @@ class Planner:
         stay, flight.prefill = flight.prefill, None
         if stay is not None:
             stay.booking.settle(now_s)
-            self.holdings.release(stay, prefilled, now_s)
+            self.holdings.leave(stay, prefilled, now_s)
+            if self._journal is not None:
+                self._journal.booked(stay.holder)
 
     def _end_pair(self, flight: _Flight) -> None:
         pair, flight.pair = flight.pair, None

@@ -95,7 +95,7 @@ class Pricer:
             if work_s > comp_s:
                 comp_s = work_s
             front_s = worker.front_factor * usual_front_s
-            wait_s = worker.wait_factor * load.prefill_backlog_s(now_s) if load.prefills else 0.0
+            wait_s = worker.wait_factor * load.prefill_backlog_s(now_s) if load.in_line else 0.0
             adm_s = displaced_s = 0.0
             if stats is not None:
                 if now_s - stats.scraped_at_s <= STALE_S:
@@ -116,7 +116,7 @@ class Pricer:
                     if pushed > 0:
                         again_s = worker.work_factor * c.comp_per_token_s / weight
                         displaced_s = pushed * block_size * again_s * worker.reuse(c.reuse)
-            streams, kv_tokens = len(load.streaming), load.kv_tokens
+            streams, kv_tokens = load.streams, load.kv_tokens
             harm_s = 0.0
             # A prefill replaces the decode steps that would have run meanwhile.
             step_s = fixed_s + per_stream_s * (streams or 1) + per_kv_token_s * kv_tokens
@@ -171,7 +171,7 @@ class Pricer:
         if facts.is_text and not facts.is_text_at_decode:
             front_s = worker.front_factor * self.cost.front_s(facts.prompt_tokens)
         wait_s = max(0.0, at_decode.wait_s - at_prefill.ttft_s)
-        streams = len(load.streaming)
+        streams = load.streams
         step_s = self.step_s(worker, streams + 1, load.kv_tokens)
         ttft_s = at_prefill.ttft_s + c.hop_s + front_s + wait_s + at_decode.adm_s + pull_s + step_s
         stall_s = self.pull_stall_s(worker)
@@ -230,7 +230,7 @@ class Pricer:
         if own_s is None and not load.with_objective:
             return 0.0
         spread = self._spread(worker)
-        streams = len(load.streaming)
+        streams = load.streams
         before_s = self.step_s(worker, max(1, streams), load.kv_tokens)
         after_s = self.step_s(worker, streams + 1, load.kv_tokens + facts.prompt_tokens)
         late = late_share(after_s, own_s, spread)
@@ -259,11 +259,11 @@ class Pricer:
         return self._calibration.spread(Part.WORK, worker.name, SPREAD)
 
     def _foreign_wait_s(self, worker: Worker, stats: EngineStats) -> float:
-        """Requests that wait in the worker's own queue and are not ours, at its mean prefill time."""
+        """Requests that wait in the worker's own queue and are nobody's we know of, at its mean prefill time."""
         if stats.waiting is None:
             return 0.0
-        own = sum(len(load.prefills) for load in worker.loads.values())
-        foreign = stats.waiting - own
+        known = sum(load.in_line for load in worker.loads.values())
+        foreign = stats.waiting - known
         if foreign <= 0:
             return 0.0
         mean_s = self.cost.constants.comp_floor_s / worker.weight
@@ -287,4 +287,4 @@ def _prompts_waiting(places: Sequence[Place]) -> float:
     """Prompts booked and not computed yet, for each rank of weight 1: a second of a slower one holds up less."""
     if not places:
         return 0.0
-    return sum(len(load.prefills) for _, _, load in places) / sum(worker.weight for worker, _, _ in places)
+    return sum(load.in_line for _, _, load in places) / sum(worker.weight for worker, _, _ in places)

@@ -1,8 +1,9 @@
 """Whether a worker has as many requests waiting inside as it should, so that more would only lose their choice.
 
 What counts is what the engine says of itself: a worker whose figures are missing or stale is open. Between two
-readings, bookings that came and went are added. An engine that had requests waiting while it ran the very same number
-of others for several readings has a ceiling there; it holds until the engine runs more than that.
+readings, bookings that came and went (other replicas' too, where they say) are added. An engine that had requests
+waiting while it ran the very same number of others for several readings has a ceiling there; it holds until the engine
+runs more than that.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def waiting(stats: EngineStats) -> float:
 
 
 def _line(worker: Worker) -> int:
-    return sum(len(load.prefills) for load in worker.loads.values())
+    return sum(load.in_line for load in worker.loads.values())
 
 
 def _requests(worker: Worker) -> int:
-    return sum(load.requests for load in worker.loads.values())
+    return sum(load.in_line + load.streams for load in worker.loads.values())

@@ -8,14 +8,16 @@ as many tokens as the worker had of it, and never more than the prompt has.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Final
 
 import msgspec
 
 from indexer import Holder
 from scorer.cost import CostModel
+from scorer.journal import Journal, SessionAt
 from scorer.policies import TIE_S
 from scorer.pricing import Place
 from scorer.types import Price, RequestFacts, SessionOutcome
@@ -58,6 +60,8 @@ class Sessions:
         self.counts = dict.fromkeys(SessionOutcome, 0)
         """Decisions about requests of sessions."""
         self._homes: OrderedDict[bytes, _Home] = OrderedDict()
+        self.journal: Journal | None = None
+        """For other replicas, where there are any."""
         self._emptied: dict[str, int] = {}
         """The last turn before a worker's cache was emptied."""
 
@@ -108,7 +112,24 @@ class Sessions:
         """Its next request is worth most where this one went."""
         self.counts[what] += 1
         key = _key(facts)
-        self._homes[key] = _Home(place[1], place[0].generation, facts.prompt_tokens, turn, now_s)
+        self._put(key, _Home(place[1], place[0].generation, facts.prompt_tokens, turn, now_s))
+        if self.journal is not None:
+            self.journal.session(SessionAt(key, place[1], facts.prompt_tokens))
+
+    def served_elsewhere(self, at: SessionAt, generation: int, turn: int, now_s: float) -> None:
+        """Another replica has served it, or freed it."""
+        if at.holder is not None:
+            self._put(at.key, _Home(at.holder, generation, at.tokens, turn, now_s))
+        else:
+            self._homes.pop(at.key, None)
+
+    def recent(self, most: int) -> Iterator[SessionAt]:
+        """Those heard of last, the latest first."""
+        for key, home in islice(reversed(self._homes.items()), most):
+            yield SessionAt(key, home.holder, home.tokens)
+
+    def _put(self, key: bytes, home: _Home) -> None:
+        self._homes[key] = home
         self._homes.move_to_end(key)
         while len(self._homes) > self._most:
             self._homes.popitem(last=False)
@@ -118,6 +139,8 @@ class Sessions:
         home = self._homes.get(_key(facts))
         if home is not None and home.holder == holder:
             del self._homes[_key(facts)]
+            if self.journal is not None:
+                self.journal.session(SessionAt(_key(facts), None, 0))
 
     def emptied(self, worker: str, turn: int) -> None:
         """The worker's cache is gone: sessions may stay, but have no history there."""

@@ -51,6 +51,23 @@ Address = Annotated[
 HeaderName = Annotated[
     str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", extra={"expected": "the name of an HTTP header"})
 ]
+RedisUrl = Annotated[
+    str,
+    Meta(
+        pattern=rf"^(rediss?://{_HOST}(?::{_PORT})?(,{_HOST}(?::{_PORT})?)*(/\d{{1,5}})?|unix://(/[^\s?#@\x00-\x20]+))$",
+        extra={
+            "expected": "redis://host:port/db, rediss://... (TLS) or unix:///path, several hosts with commas between; "
+            "user and password go to redis.user and redis.password_env"
+        },
+    ),
+]
+KeyPart = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9_.-]{1,128}$",
+        extra={"expected": "1 to 128 of letters, digits, dots, dashes and underscores"},
+    ),
+]
 WorkerName = Annotated[
     str,
     Meta(
@@ -483,6 +500,47 @@ class LearningConfig(_Section, frozen=True):
     ] = None
 
 
+class RedisConfig(_Section, frozen=True):
+    """Redis or Valkey, through which replicas of a gateway or picker tell each other what they have in flight."""
+
+    url: Annotated[
+        RedisUrl | None,
+        Meta(
+            description="redis://host:port/db, rediss://... (TLS) or unix:///path; null: every replica is on its own."
+        ),
+    ] = None
+    mode: Annotated[
+        Literal["single", "sentinel", "cluster"],
+        Meta(description="What the hosts of redis.url are: one server, sentinels, or nodes of a cluster."),
+    ] = "single"
+    sentinel_master: Annotated[NonEmpty, Meta(description="With sentinels, the name of the master.")] = "mymaster"
+    user: Annotated[NonEmpty | None, Meta(description="User of Redis's ACL; null: the default user.")] = None
+    password_env: Annotated[
+        NonEmpty, Meta(description="Name of the environment variable that holds the password, if there is one.")
+    ] = "REDIS_PASSWORD"  # noqa: S105 - its name
+    password_file: Annotated[
+        NonEmpty | None, Meta(description="File that holds the password, read at each connection; null: none.")
+    ] = None
+    ca: Annotated[
+        NonEmpty | None, Meta(description="PEM file with the CAs that rediss:// is checked by; null: the system's.")
+    ] = None
+    prefix: Annotated[KeyPart, Meta(description="First part of every key.")] = "warmroute"
+    fleet: Annotated[
+        KeyPart, Meta(description="Replicas with the same fleet, which know the same workers by the same names, share.")
+    ] = "default"
+    interval_ms: Annotated[
+        float, Meta(ge=1, le=1000, description="Changes are told at once, and then no more often than this.")
+    ] = 20.0
+    ttl_s: Annotated[
+        float,
+        Meta(ge=1, le=60, description="A replica not heard of for longer has nothing in flight for the others."),
+    ] = 3.0
+    connect_timeout_s: Annotated[Seconds, Meta(description="Longest wait for a connection to Redis.")] = 1.0
+    op_timeout_ms: Annotated[
+        Seconds, Meta(description="Longest wait for an answer of Redis; no request ever waits for one.")
+    ] = 250.0
+
+
 class TokensConfig(_Section, frozen=True):
     """Text to token ids."""
 
@@ -552,6 +610,7 @@ class Config(_Section, frozen=True):
     queue: QueueConfig = QueueConfig()
     tenancy: TenancyConfig = TenancyConfig()
     learning: LearningConfig = LearningConfig()
+    redis: RedisConfig = RedisConfig()
     pd: PdConfig = PdConfig()
     tokens: TokensConfig = TokensConfig()
     health: HealthConfig = HealthConfig()

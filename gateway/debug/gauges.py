@@ -292,14 +292,14 @@ _BY_WORKER: dict[str, tuple[str, Callable[[Worker], float]]] = {
     ),
     "worker_booked_streams": (
         "Answers that are being received.",
-        lambda w: float(sum(load.streams for load in w.loads.values())),
+        lambda w: float(sum(len(load.streaming) for load in w.loads.values())),
     ),
     "worker_booked_kv_tokens": (
         "KV tokens of everything in flight there.",
-        lambda w: float(sum(load.kv_tokens for load in w.loads.values())),
+        lambda w: float(sum(load.own_kv_tokens for load in w.loads.values())),
     ),
     "worker_predicted_wait_seconds": (
-        "How long a prompt sent there now is predicted to wait for those sent before it from here.",
+        "How long a prompt sent there now is predicted to wait for those sent before it, as far as is known here.",
         _predicted_wait_s,
     ),
     "engine_running": ("Requests the engine says it runs.", lambda w: _stat(w, "running")),

@@ -49,6 +49,7 @@ DEGRADATIONS = (
     "tokens_by_engine",
     "tokens_slow",
     "learning_not_kept",
+    "replicas_apart",
     "queue_filling",
     "responses_unseen",
     "bodies_unseen",

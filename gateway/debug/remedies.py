@@ -31,6 +31,7 @@ REMEDIES = {
     "tokens_by_engine": "give --tokenizer PATH to tokenise here, which is faster",
     "tokens_slow": "nothing has to be done; docs/tokens.md says why",
     "learning_not_kept": "make the folder of learning.file writable",
+    "replicas_apart": "do what the text says (docs/replicas.md); until then each replica counts its own requests alone",
     "queue_filling": "add workers, or lower what is let in (docs/queue.md)",
     "responses_unseen": "let Envoy show responses to the picker (docs/epp.md): response_header_mode SEND",
     "bodies_unseen": "let Envoy show requests' bodies to the picker (docs/envoy.md): request_body_mode",

@@ -20,7 +20,7 @@ from gateway.errors import UserError
 from indexer import HeldBlocks, PrefixIndex
 from scorer.answers import Answer
 from scorer.fleet import Fleet
-from scorer.ledger import Booking, Load
+from scorer.ledger import NOTHING, Booking, InFlight, Load
 from scorer.pairs import Pair
 from scorer.planner import Planner
 from scorer.types import ChangeKind, EngineStats, Role, WorkerChange
@@ -48,6 +48,9 @@ class SavedLoad(msgspec.Struct, kw_only=True):
     prefills: list[SavedBooking] = []
     streams: list[SavedBooking] = []
     head_age_s: float = 0.0
+    others: InFlight = NOTHING
+    """What other replicas had there, `others_age_s` before."""
+    others_age_s: float = 0.0
 
 
 class SavedWorker(msgspec.Struct, kw_only=True):
@@ -208,6 +211,8 @@ def _load(load: Load, now_s: float) -> SavedLoad:
         prefills=[_booking(booking, now_s) for booking in load.prefills],
         streams=[_booking(booking, now_s) for booking in load.streaming],
         head_age_s=max(0.0, now_s - load.head_since_s),
+        others=load.others,
+        others_age_s=max(0.0, now_s - load.others_at_s),
     )
 
 
@@ -256,6 +261,7 @@ def _restore_load(load: Load, saved: SavedLoad, now_s: float) -> None:
     for each in saved.prefills:
         _rebook(load, each, now_s)
     load.head_since_s = now_s - saved.head_age_s
+    load.set_others(saved.others, now_s - saved.others_age_s)
 
 
 def _rebook(load: Load, saved: SavedBooking, now_s: float) -> Booking:

@@ -167,7 +167,7 @@ def least_busy(parts: Parts, among: frozenset[str] | None = None) -> str:
 
 def _inside(worker: Worker) -> float:
     """Requests there: what is booked, or what its engine says if that is more."""
-    booked = sum(load.requests for load in worker.loads.values())
+    booked = sum(load.in_line + load.streams for load in worker.loads.values())
     stats = worker.stats
     if stats is None or time.monotonic() - stats.scraped_at_s > STALE_S:
         return booked

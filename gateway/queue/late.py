@@ -43,7 +43,7 @@ class Foresight:
 def _is_idle(worker: Worker) -> bool:
     stats = worker.stats
     inside = 0.0 if stats is None else (stats.running or 0.0) + (stats.waiting or 0.0)
-    return not inside and not any(load.requests for load in worker.loads.values())
+    return not inside and not any(load.in_line or load.streams for load in worker.loads.values())
 
 
 def _is_stale(worker: Worker, now_s: float) -> bool:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from gateway.config import Config
 from gateway.config.flags import SIDECAR_ALIASES
-from gateway.config.schema import QueueConfig, TenancyConfig
+from gateway.config.schema import QueueConfig, RedisConfig, TenancyConfig
 from gateway.core import Core
 from gateway.discovery import Discovery, StaticDiscovery
 from gateway.proxy.aio_incoming import AioIncoming
@@ -34,14 +34,16 @@ class Sidecar(Service):
     configuration and from hint headers.
     """
 
-    foreign_sections = ("queue", "tenancy", "epp")
+    foreign_sections = ("queue", "tenancy", "epp", "redis")
 
     def __init__(self, config: Config) -> None:
         settings, pd = config.sidecar, config.pd
         # Where only hints may send a prompt elsewhere, the policy is that of the hints.
         config = with_policy(config, pd.policy if pd.policy and pd.no_hint == "decide" else _HINTED)
         # Whoever sent it here has chosen this pod, and knows whose it is.
-        config = msgspec.structs.replace(config, queue=QueueConfig(enabled=False), tenancy=TenancyConfig())
+        config = msgspec.structs.replace(
+            config, queue=QueueConfig(enabled=False), tenancy=TenancyConfig(), redis=RedisConfig()
+        )
         core = Core(config)
         self.pod = pod = Pod(settings.engine, settings.data_parallel_size, lambda: self.ports)
         if not (pd.allow or is_any_known(config)):

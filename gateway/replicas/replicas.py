@@ -1,0 +1,175 @@
+"""The tasks that share with other replicas, from start to close. None holds up a request, whatever Redis does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
+
+from prometheus_client import CollectorRegistry
+
+from gateway.config.schema import RedisConfig
+from gateway.errors import UserError
+from gateway.replicas.counts import Counts
+from gateway.replicas.link import FAILURES, Client, Link, clients
+from gateway.replicas.publisher import Publisher
+from gateway.replicas.reader import Reader
+from gateway.replicas.schema import Keys
+from gateway.stored import StoredResponses
+from scorer.planner import Planner
+
+_log = logging.getLogger(__name__)
+
+
+class Replicas:
+    """Create it with `redis.url` set; raises UserError for what cannot work. `start` in a running event loop."""
+
+    def __init__(
+        self,
+        config: RedisConfig,
+        planner: Planner,
+        stored: StoredResponses,
+        registry: CollectorRegistry,
+        rng: random.Random,
+        env: Mapping[str, str] = os.environ,
+        *,
+        session_idle_s: float = 3600.0,
+    ) -> None:
+        self.writer = secrets.token_hex(8)
+        """Another one for each life of a process, so that nobody mixes up two of them."""
+        self._config = config
+        self._planner = planner
+        self._rng = rng
+        self._connect = clients(config, _password(config, env))
+        self.counts = Counts(registry)
+        keys = Keys(config.prefix, config.fleet)
+        self.publisher = Publisher(self.writer, keys, planner, self.counts, config.ttl_s, session_idle_s)
+        self._op_timeout_s = config.op_timeout_ms / 1000
+        self.reader = Reader(
+            self.writer, keys, planner, stored, self.counts, ttl_s=config.ttl_s, op_timeout_s=self._op_timeout_s
+        )
+        self._telling = Link("telling other replicas", config.mode, self.counts.failed)
+        self._hearing = Link("hearing other replicas", config.mode, self.counts.failed)
+        self._stored = stored
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether both ways work now."""
+        return self._telling.is_up and self._hearing.is_up
+
+    def start(self) -> None:
+        self._planner.tell(self.publisher.journal)
+        self._stored.tell = self.publisher.response
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(
+                self._run(self._telling, self._op_timeout_s, self._tell, self._untold), name="replicas tell"
+            ),
+            loop.create_task(
+                self._run(self._hearing, self.reader.longest_s, self._hear, self.reader.lost), name="replicas hear"
+            ),
+            loop.create_task(self._watch(), name="replicas watch"),
+        ]
+
+    async def close(self) -> None:
+        """Say good-bye, if Redis lets us."""
+        self._planner.tell(None)
+        self._stored.tell = None
+        self._closing = True
+        running = set(self._tasks)
+        while running:  # One that is told in the middle of an answer may take it for the answer's end.
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=0.1)
+        if self._tasks and self._telling.is_up:
+            with suppress(Exception):
+                async with asyncio.timeout(self._op_timeout_s + self._config.connect_timeout_s):
+                    client = self._connect(self._op_timeout_s)
+                    try:
+                        await self.publisher.leave(client)
+                    finally:
+                        await client.aclose()
+        self._tasks = []
+
+    def degraded(self) -> Iterator[tuple[str, str]]:
+        """(kind, what is wrong and what to do)"""
+        for link in (self._telling, self._hearing):
+            if link.problem is not None:
+                text = FAILURES[link.problem].format(password_env=self._config.password_env)
+                yield "replicas_apart", f"Redis, for {link.name}: {text}"
+        if self.reader.hears_other_version:
+            yield "replicas_apart", "a replica of another version is there, whose load is not understood: update it"
+
+    async def _run(
+        self, link: Link, timeout_s: float, turn: Callable[[Client], Awaitable[None]], failed: Callable[[], None]
+    ) -> None:
+        """`turn` with a client, over and over; a new client after a failure."""
+        wait_s = 0.0
+        while not self._closing:
+            client = self._connect(timeout_s)
+            try:
+                while not self._closing:
+                    await turn(client)
+                    link.works()
+            except Exception as exc:
+                wait_s = link.fails(exc, self._rng)
+                failed()
+            finally:
+                with suppress(Exception):
+                    async with asyncio.timeout(1.0):
+                        await client.aclose()
+            await asyncio.sleep(wait_s)
+
+    async def _tell(self, client: Client) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.publisher.due_in_s()):
+                await self.publisher.wanted.wait()
+        async with asyncio.timeout(self._longest_s(self._op_timeout_s)):
+            await self.publisher.send(client)
+        await asyncio.sleep(self._config.interval_ms / 1000)
+
+    def _untold(self) -> None:
+        self.publisher.drop()
+
+    async def _hear(self, client: Client) -> None:
+        async with asyncio.timeout(self._longest_s(self.reader.longest_s)):
+            await self.reader.turn(client)
+        await asyncio.sleep(self._config.interval_ms / 2000)
+
+    def _longest_s(self, answer_s: float) -> float:
+        """However the client counts, a turn is over by then: connecting, also by way of others, and some answers."""
+        return 2 * self._config.connect_timeout_s + 4 * answer_s
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.ttl_s / 10)
+            try:
+                self.reader.expire()
+                if not self._telling.is_up:
+                    self.publisher.drop()
+                self.counts.up.set(self.is_shared)
+            except Exception:
+                _log.exception("unexpected; going on")
+
+
+def _password(config: RedisConfig, env: Mapping[str, str]) -> Callable[[], str | None]:
+    """Reads it anew each time. Raises UserError for a file that cannot be read."""
+
+    def read() -> str | None:
+        if config.password_file is None:
+            return env.get(config.password_env) or None
+        try:
+            with open(config.password_file, encoding="utf-8") as file:
+                return file.read(4096).strip() or None
+        except (OSError, UnicodeDecodeError) as exc:
+            reason = exc.strerror if isinstance(exc, OSError) else "no text"
+            raise UserError(f"redis.password_file: {config.password_file}: {reason}") from None
+
+    read()
+    return read

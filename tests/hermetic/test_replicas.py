@@ -1,0 +1,153 @@
+"""Several gateways that share through a real Redis and a real Valkey what they have in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from gateway.config.schema import RedisConfig, ScorerConfig
+from scorer.calibrate import Part
+from tests.support.gateway_world import engine, until
+from tests.support.redis_server import KINDS, Kind, RedisServer, binary
+from tests.support.replica_world import ReplicatedFleet
+
+pytestmark = pytest.mark.hermetic
+NAMES = ("a", "b", "c", "d", "e", "f")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    kind: Kind = request.param
+    if binary(kind) is None:
+        pytest.skip(f"no {kind}-server here")
+    yield kind
+
+
+@pytest.fixture
+async def server(kind: Kind) -> AsyncIterator[RedisServer]:
+    async with RedisServer(kind) as server:
+        yield server
+
+
+def words(n: int, seed: int) -> list[int]:
+    """A prompt of so many token ids that begins like no other."""
+    return [5 + (seed * 7919 + i * 31) % 200 for i in range(n)]
+
+
+async def kept_anew(fleet: ReplicatedFleet) -> None:
+    """What outlives a replica is written again, which is due every few seconds."""
+    publisher = fleet.gateways[0].core.replicas.publisher
+    publisher._kept_at_s = 0.0
+    await until(lambda: publisher._kept_at_s)
+
+
+async def spread(fleet: ReplicatedFleet) -> Counter[str]:
+    """Where six requests go that come one after the other to three replicas, each slow to be answered."""
+    for gateway in fleet.gateways:
+        gateway.core.rng.seed(1)  # So that alone all choose alike.
+    for server in fleet.engines.values():
+        server.faults.headers_delay_s = 1.0
+    tasks = []
+    for i in range(6):
+        tasks.append(asyncio.create_task(fleet.complete(i % 3, words(64, i))))
+        await until(lambda i=i: sum(g.core.planner.in_flight() for g in fleet.gateways) == i + 1)
+        if fleet.redis.url is not None:
+            await until(
+                lambda i=i: all(
+                    sum(fleet.others_at(j, name) for name in NAMES)
+                    == i + 1 - fleet.gateways[j].core.planner.in_flight()
+                    for j in range(3)
+                )
+            )
+    return Counter(await asyncio.gather(*tasks))
+
+
+async def test_replicas_do_not_all_pick_the_same_idle_worker(server: RedisServer) -> None:
+    engines = {name: engine() for name in NAMES}
+    async with ReplicatedFleet(3, RedisConfig(url=server.url), scrape_interval_s=5.0, **engines) as fleet:
+        shared = await spread(fleet)
+        await until(lambda: all(fleet.others_at(i, name) == 0 for i in range(3) for name in NAMES))
+    assert shared == Counter(NAMES)
+
+
+async def test_without_sharing_they_do() -> None:
+    async with ReplicatedFleet(3, scrape_interval_s=5.0, **{name: engine() for name in NAMES}) as fleet:
+        alone = await spread(fleet)
+    assert max(alone.values()) == 3
+
+
+async def test_a_prefix_goes_where_another_replica_has_just_sent_it(server: RedisServer) -> None:
+    """Before any event can have told: the engine has not begun with it."""
+    async with ReplicatedFleet(2, RedisConfig(url=server.url), **{name: engine() for name in NAMES}) as fleet:
+        for each in fleet.engines.values():
+            each.faults.headers_delay_s = 1.0
+        for seed in range(3):
+            prompt = words(8000, seed)
+            first = asyncio.create_task(fleet.complete(0, prompt))
+            reader = fleet.gateways[1].core.replicas.reader
+            await until(lambda reader=reader: reader._arrivals)
+            loads = [each.loads[0] for each in fleet.gateways[1].core.fleet.workers.values()]
+            # By then it is thought to be computed: to wait longer than to compute it again would pay nowhere.
+            await until(lambda loads=loads: sum(it.prefill_backlog_s(time.monotonic()) for it in loads) < 0.01)
+            second = asyncio.create_task(fleet.complete(1, [*prompt, 9, 9, 9]))
+            assert await first == await second
+            await until(lambda reader=reader: not reader._arrivals)
+
+
+async def test_what_was_given_up_is_not_looked_for(server: RedisServer) -> None:
+    async with ReplicatedFleet(2, RedisConfig(url=server.url), a=engine(), b=engine()) as fleet:
+        for each in fleet.engines.values():
+            each.faults.headers_delay_s = 5.0
+        task = asyncio.create_task(fleet.complete(0, words(640, 1)))
+        holdings = fleet.gateways[1].core.planner.holdings
+        await until(lambda: holdings.optimistic.blocks("a") + holdings.optimistic.blocks("b"))
+        task.cancel()
+        await until(lambda: holdings.assumed_blocks("a") == holdings.assumed_blocks("b") == 0, within_s=3.0)
+
+
+async def test_a_session_stays_whichever_replica_gets_it(server: RedisServer) -> None:
+    scorer = ScorerConfig(session_affinity="strict")
+    async with ReplicatedFleet(2, RedisConfig(url=server.url), scorer, **{name: engine() for name in NAMES}) as fleet:
+        first = await fleet.complete(0, words(64, 1), **{"x-session-id": "s"})
+        sessions = fleet.gateways[1].core.planner.sessions
+        await until(lambda: len(sessions) == 1)
+        assert [await fleet.complete(1, words(64, i), **{"x-session-id": "s"}) for i in range(2, 5)] == [first] * 3
+        await kept_anew(fleet)
+        late = await fleet.join()
+        await until(lambda: len(late.core.planner.sessions) == 1)
+        assert await fleet.complete(2, words(64, 9), **{"x-session-id": "s"}) == first
+
+
+async def test_a_stored_response_is_found_by_all(server: RedisServer) -> None:
+    engines = {name: engine(store_responses=True) for name in ("a", "b")}
+    async with ReplicatedFleet(2, RedisConfig(url=server.url), **engines) as fleet:
+        body = {"model": "tiny", "input": "hello", "max_output_tokens": 2}
+        status, answer, worker = await fleet.post(0, "/v1/responses", body)
+        assert status == 200, answer
+        stored = fleet.gateways[1].core.stored
+        await until(lambda: len(stored) == 1)
+        place = stored.find(answer["id"], asyncio.get_running_loop().time())
+        assert place is not None
+        assert place.worker == worker
+
+
+async def test_a_replica_that_leaves_says_so(server: RedisServer) -> None:
+    redis = RedisConfig(url=server.url, ttl_s=30.0)
+    async with ReplicatedFleet(2, redis, a=engine()) as fleet:
+        await fleet.gateways[1].close()
+        await until(lambda: fleet.hears(fleet.gateways[0]) == 0)
+
+
+async def test_what_was_learned_is_there_for_a_new_replica(server: RedisServer) -> None:
+    async with ReplicatedFleet(1, RedisConfig(url=server.url), a=engine()) as fleet:
+        calibration = fleet.gateways[0].core.planner.calibration
+        for _ in range(40):
+            calibration.add(Part.WORK, "a", 1.0, 2.0)
+        await kept_anew(fleet)
+        late = await fleet.join()
+        await until(lambda: late.core.planner.calibration.value(Part.WORK, "a") == pytest.approx(2.0))
+        assert late.core.fleet.workers["a"].work_factor == pytest.approx(2.0)
