@@ -27,6 +27,7 @@ _PRUNE_EVERY_S = 60.0
 _NOT_READ_AGAIN_S = 0.1
 """Wholes are not read more often than this, whatever gets lost."""
 _OTHER_VERSION_S = 60.0
+_NEVER = b"0-0"
 
 
 class Reader:
@@ -56,6 +57,8 @@ class Reader:
         self._ttl_s = ttl_s
         self._every_s = ttl_s / WHOLES_IN_TTL
         self._after: bytes | None = None
+        self._is_sure = False
+        """Whether `_after` is a number of the stream there is."""
         self._whole_at_s = 0.0
         self._prune_at_s = 0.0
         self._arrivals: OrderedDict[tuple[str, int], Assumed] = OrderedDict()
@@ -69,7 +72,7 @@ class Reader:
 
     def lost(self) -> None:
         """The server may be another one now, with other numbers in its stream."""
-        self._after = None
+        self._is_sure = False
         self._whole_at_s = 0.0
 
     def expire(self) -> None:
@@ -81,14 +84,18 @@ class Reader:
 
     async def turn(self, client: Client) -> None:
         """Read what there is, or wait a little for it. Raises what the client raises."""
-        if self._after is None:
-            # What comes from here on; what was before is in the wholes.
-            last: Any = await client.xrevrange(self._keys.news, count=1)
-            self._after = last[0][0] if last else b"0-0"
+        if not self._is_sure:
+            # At first what comes from here on, as what was before is in the wholes; later what was missed, if it is
+            # still the same stream.
+            found: Any = await client.xrevrange(self._keys.news, count=1)
+            last = found[0][0] if found else _NEVER
+            if self._after is None or _order(last) < _order(self._after):
+                self._after = last
+            self._is_sure = True
         if time.monotonic() >= self._whole_at_s:
             await self._read_wholes(client)
         wait_s = min(_BLOCK_S, max(0.001, self._whole_at_s - time.monotonic()))
-        found: Any = await client.xread(
+        found = await client.xread(
             {self._keys.news: self._after}, count=_AT_ONCE, block=max(1, round(1000 * wait_s))
         )
         for _, entries in _items(found):
@@ -193,6 +200,12 @@ class Reader:
             if worker_name in workers:
                 self._stored.remember_elsewhere(response_id, Place(worker_name, rank), now_s)
         self._counts.ignored("workers", unknown)
+
+
+def _order(number: bytes) -> tuple[int, int]:
+    """Of two numbers of one stream, which comes first."""
+    at_ms, _, nth = number.partition(b"-")
+    return int(at_ms), int(nth or 0)
 
 
 def _items(found: Any) -> Any:

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from gateway.config.schema import RedisConfig, ScorerConfig
+from gateway.config.schema import ScorerConfig
 from scorer.calibrate import Part
 from tests.support.gateway_world import engine, until
 from tests.support.redis_server import KINDS, Kind, RedisServer, binary
-from tests.support.replica_world import ReplicatedFleet
+from tests.support.replica_world import ReplicatedFleet, sharing
 
 pytestmark = pytest.mark.hermetic
 NAMES = ("a", "b", "c", "d", "e", "f")
@@ -68,7 +68,7 @@ async def spread(fleet: ReplicatedFleet) -> Counter[str]:
 
 async def test_replicas_do_not_all_pick_the_same_idle_worker(server: RedisServer) -> None:
     engines = {name: engine() for name in NAMES}
-    async with ReplicatedFleet(3, RedisConfig(url=server.url), scrape_interval_s=5.0, **engines) as fleet:
+    async with ReplicatedFleet(3, sharing(server), scrape_interval_s=5.0, **engines) as fleet:
         shared = await spread(fleet)
         await until(lambda: all(fleet.others_at(i, name) == 0 for i in range(3) for name in NAMES))
     assert shared == Counter(NAMES)
@@ -82,7 +82,7 @@ async def test_without_sharing_they_do() -> None:
 
 async def test_a_prefix_goes_where_another_replica_has_just_sent_it(server: RedisServer) -> None:
     """Before any event can have told: the engine has not begun with it."""
-    async with ReplicatedFleet(2, RedisConfig(url=server.url), **{name: engine() for name in NAMES}) as fleet:
+    async with ReplicatedFleet(2, sharing(server), **{name: engine() for name in NAMES}) as fleet:
         for each in fleet.engines.values():
             each.faults.headers_delay_s = 1.0
         for seed in range(3):
@@ -99,19 +99,19 @@ async def test_a_prefix_goes_where_another_replica_has_just_sent_it(server: Redi
 
 
 async def test_what_was_given_up_is_not_looked_for(server: RedisServer) -> None:
-    async with ReplicatedFleet(2, RedisConfig(url=server.url), a=engine(), b=engine()) as fleet:
+    async with ReplicatedFleet(2, sharing(server), a=engine(), b=engine()) as fleet:
         for each in fleet.engines.values():
             each.faults.headers_delay_s = 5.0
         task = asyncio.create_task(fleet.complete(0, words(640, 1)))
         holdings = fleet.gateways[1].core.planner.holdings
-        await until(lambda: holdings.optimistic.blocks("a") + holdings.optimistic.blocks("b"))
+        await until(lambda: holdings.assumed_blocks("a") + holdings.assumed_blocks("b"))
         task.cancel()
         await until(lambda: holdings.assumed_blocks("a") == holdings.assumed_blocks("b") == 0, within_s=3.0)
 
 
 async def test_a_session_stays_whichever_replica_gets_it(server: RedisServer) -> None:
     scorer = ScorerConfig(session_affinity="strict")
-    async with ReplicatedFleet(2, RedisConfig(url=server.url), scorer, **{name: engine() for name in NAMES}) as fleet:
+    async with ReplicatedFleet(2, sharing(server), scorer, **{name: engine() for name in NAMES}) as fleet:
         first = await fleet.complete(0, words(64, 1), **{"x-session-id": "s"})
         sessions = fleet.gateways[1].core.planner.sessions
         await until(lambda: len(sessions) == 1)
@@ -124,7 +124,7 @@ async def test_a_session_stays_whichever_replica_gets_it(server: RedisServer) ->
 
 async def test_a_stored_response_is_found_by_all(server: RedisServer) -> None:
     engines = {name: engine(store_responses=True) for name in ("a", "b")}
-    async with ReplicatedFleet(2, RedisConfig(url=server.url), **engines) as fleet:
+    async with ReplicatedFleet(2, sharing(server), **engines) as fleet:
         body = {"model": "tiny", "input": "hello", "max_output_tokens": 2}
         status, answer, worker = await fleet.post(0, "/v1/responses", body)
         assert status == 200, answer
@@ -136,14 +136,14 @@ async def test_a_stored_response_is_found_by_all(server: RedisServer) -> None:
 
 
 async def test_a_replica_that_leaves_says_so(server: RedisServer) -> None:
-    redis = RedisConfig(url=server.url, ttl_s=30.0)
+    redis = sharing(server, ttl_s=30.0)
     async with ReplicatedFleet(2, redis, a=engine()) as fleet:
         await fleet.gateways[1].close()
         await until(lambda: fleet.hears(fleet.gateways[0]) == 0)
 
 
 async def test_what_was_learned_is_there_for_a_new_replica(server: RedisServer) -> None:
-    async with ReplicatedFleet(1, RedisConfig(url=server.url), a=engine()) as fleet:
+    async with ReplicatedFleet(1, sharing(server), a=engine()) as fleet:
         calibration = fleet.gateways[0].core.planner.calibration
         for _ in range(40):
             calibration.add(Part.WORK, "a", 1.0, 2.0)
