@@ -147,9 +147,7 @@ def clients(config: RedisConfig, read_password: Callable[[], str | None]) -> Cal
         return lambda timeout_s: RedisCluster(
             startup_nodes=[ClusterNode(*host) for host in hosts],
             socket_timeout=timeout_s,
-            cluster_error_retry_attempts=1,
-            **{key: value for key, value in common.items() if key != "retry"},
-            retry=Retry(NoBackoff(), 1),
+            **{**common, "retry": Retry(NoBackoff(), 1)},  # Once more, where a slot has moved.
         )
     if len(hosts) > 1:
         raise UserError("redis.url: several hosts need redis.mode: sentinel or cluster")
