@@ -95,9 +95,8 @@ class Reader:
         if time.monotonic() >= self._whole_at_s:
             await self._read_wholes(client)
         wait_s = min(_BLOCK_S, max(0.001, self._whole_at_s - time.monotonic()))
-        found = await client.xread(
-            {self._keys.news: self._after}, count=_AT_ONCE, block=max(1, round(1000 * wait_s))
-        )
+        after: Any = self._after
+        found = await client.xread({self._keys.news: after}, count=_AT_ONCE, block=max(1, round(1000 * wait_s)))
         for _, entries in _items(found):
             for number, fields in entries:
                 self._after = number
