@@ -83,7 +83,8 @@ def test_it_goes_on_as_if_nothing_had_happened(rng: random.Random, before: int, 
             for b in range(3):
                 for c in range(2):
                     had, has = reach(first, (a, b, c)), reach(second, (a, b, c))
-                    assert has <= had if each is not None and orphans else has == had
+                    # A first block computed twice just then counts once: less, if anything.
+                    assert has == had if each is None else has <= had
     second.clear(*HOLDER)
     second.sweep(1 << 20)
     assert second.bytes_used() == 0
