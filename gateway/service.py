@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
 import msgspec
@@ -36,6 +36,7 @@ from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
 from gateway.reload import KeyPath, Reloading, Source, with_keys
 from gateway.sidecar.hints import Hints
 from gateway.tls import client_context, serving_certificate
+from gateway.tracing.start import start as start_tracing
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Service:
 
     foreign_sections: ClassVar[tuple[str, ...]] = ()
     """Of the configuration: those that this face does not read."""
+    hears_clients: ClassVar[bool] = True
+    """Not through a proxy that only asks."""
 
     def __init__(
         self,
@@ -73,6 +76,12 @@ class Service:
         self.config = config = core.config
         self.access = AccessLog(config.logging.format, enabled=logs_requests(config.logging.level))
         self.log_level = Level(config.logging.level, self.access)
+        name = type(self).__name__.lower()
+        scheme = "http" if config.tls.cert is None else "https"
+        self.tracing = start_tracing(
+            config.tracing, name, core.metrics.registry, scheme=scheme if self.hears_clients else None
+        )
+        core.others_degraded.append(self._traces_lost)
         self.plane = DataPlane(
             Parts(
                 planner=core.planner,
@@ -98,6 +107,7 @@ class Service:
                 unreachable_status=unreachable_status,
                 queue=core.queue,
                 tenancy=core.tenancy,
+                tracing=self.tracing,
             ),
             max_concurrency=config.gateway.max_concurrency,
         )
@@ -113,7 +123,7 @@ class Service:
             self.access,
             draining=lambda: self.plane.draining,
             in_flight=lambda: self.plane.in_flight,
-            name=type(self).__name__.lower(),
+            name=name,
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
         self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host)
@@ -175,6 +185,12 @@ class Service:
         await self.realtime.close()
         await self.core.close()
         await self.access.close()
+        if self.tracing is not None:
+            await self.tracing.close()
+
+    def _traces_lost(self) -> Iterator[tuple[str, str]]:
+        if self.tracing is not None and (problem := self.tracing.problem) is not None:
+            yield "traces_lost", problem
 
     def discoveries(self) -> list[Discovery]:
         """Where its workers come from. Raises UserError."""

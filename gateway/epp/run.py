@@ -51,6 +51,7 @@ class Epp(Service):
     """
 
     foreign_sections = ("sidecar",)
+    hears_clients = False
 
     def __init__(self, config: Config) -> None:
         """Raises UserError."""
@@ -95,6 +96,7 @@ class Epp(Service):
                 # The picker has a deadline of its own, and waiting for room is none of it.
                 decision_timeout_s=settings.decision_deadline_s + config.queue.max_wait_s + 1,
                 sees_responses=settings.responses == "seen",
+                hears_context=self.tracing is not None,
             ),
             self._is_ready,
         )

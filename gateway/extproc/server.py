@@ -32,7 +32,7 @@ _WINDOW_BYTES = 1 << 20
 class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """host: an address, IPv6 without brackets. port 0: any free one. health_port: a second one for health alone,
     without TLS; None: there is none. decision_timeout_s: after it a request is answered 503. sees_responses: False
-    where the proxy is configured to show none.
+    where the proxy is configured to show none. hears_context: as of `Stream`.
     """
 
     host: str = "0.0.0.0"  # noqa: S104
@@ -42,6 +42,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 8 << 20
     decision_timeout_s: float = 30.0
     sees_responses: bool = True
+    hears_context: bool = False
 
 
 class PickerServer:
@@ -132,7 +133,15 @@ class PickerServer:
 
     async def _process(self, _: object, context: Context) -> None:
         session = Session(max_body_bytes=self._settings.max_body_bytes, sees_responses=self._settings.sees_responses)
-        stream = Stream(session, context, self._picker, self._settings.decision_timeout_s, self.counts, self._tasks)
+        stream = Stream(
+            session,
+            context,
+            self._picker,
+            self._settings.decision_timeout_s,
+            self.counts,
+            self._tasks,
+            hears_context=self._settings.hears_context,
+        )
         self._idle.clear()
         try:
             await stream.run()

@@ -14,8 +14,11 @@ from gateway.extproc.session import ProtocolError, Session
 from gateway.extproc.types import Ask, Picker, Refusal
 from gateway.pb import ext_proc_pb2 as pb
 from gateway.proxy.errors import log_unexpected
+from gateway.tracing.types import TRACEPARENT, TRACESTATE
 
 _log = logging.getLogger(__name__)
+
+_OF_CONTEXT = frozenset({TRACEPARENT, TRACESTATE})
 
 Context = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
 
@@ -44,7 +47,11 @@ class Stream:
         deadline_s: float,
         counts: Counts,
         tasks: set[asyncio.Task[None]],
+        *,
+        hears_context: bool = False,
     ) -> None:
+        """`hears_context`: whether it matters what trace the proxy's question belongs to."""
+        self._hears_context = hears_context
         self._session = session
         self._context = context
         self._picker = picker
@@ -96,9 +103,15 @@ class Stream:
 
     def _decide(self, ask: Ask) -> None:
         self._counts.blind += ask.blind
+        if self._hears_context:
+            ask = msgspec.structs.replace(ask, context=self._context_of_proxy())
         self._picking = task = asyncio.get_running_loop().create_task(self._pick(ask), name="pick")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _context_of_proxy(self) -> dict[str, str]:
+        said = self._context.invocation_metadata() or ()
+        return {name: value for name, value in said if name in _OF_CONTEXT and isinstance(value, str)}
 
     def _call_off(self) -> None:
         if self._picking is not None:
