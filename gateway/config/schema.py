@@ -529,10 +529,8 @@ class TracingConfig(_Section, frozen=True):
 
     enabled: Annotated[bool, Meta(description="A span for each request and each of its stages.")] = False
     sample_ratio: Annotated[
-        float | None,
+        Annotated[float, Meta(ge=0, le=1)] | None,
         Meta(
-            ge=0,
-            le=1,
             description="Share of the traces begun here that is kept; others are kept as their traceparent says. null: "
             "as OTEL_TRACES_SAMPLER says, else all.",
         ),
