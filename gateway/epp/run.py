@@ -28,7 +28,6 @@ from gateway.extproc import tls
 from gateway.extproc.server import PickerServer, PickerSettings
 from gateway.proxy.server import HttpServer
 from gateway.service import Service, known_workers, run, with_policy
-from gateway.sidecar.hints import no_hints
 from gateway.tls import ServingCertificate, serving_certificate
 
 _POLICY = "cost"
@@ -62,7 +61,7 @@ class Epp(Service):
         core = Core(config, retries=False)
         super().__init__(
             core,
-            no_hints,
+            None,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
             controlled=lambda: sorted(core.fleet.workers),

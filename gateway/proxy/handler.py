@@ -34,7 +34,6 @@ from gateway.proxy.routes import Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.proxy.usage import Usage, UsageTail
 from gateway.request import members_of
-from gateway.sidecar.hints import NO_HINTS, Hints
 from gateway.tracing.types import TRACE_ID_HEADER
 from scorer.types import PdReason, RequestFacts
 
@@ -188,7 +187,7 @@ class Exchange:
             await self._relay(await dispatch.anywhere(), self.began_s)
             return None
         hints = self._parts.hints(self.request)
-        facts = _with_hints(await self._facts(body, members), hints)
+        facts = steps.hinted(await self._facts(body, members), hints)
         if tenant is not None:
             facts = msgspec.structs.replace(facts, tenant=tenant)
         if facts.keep_local is None and self.request.is_leg:
@@ -335,20 +334,3 @@ class Exchange:
     def _was_answered(self) -> bool:
         """Whether a prompt was, or began to be."""
         return self._relaying and self.record.status < 400 and self.route.tokens is not None
-
-
-def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
-    """The facts, with what somebody in front of us has settled."""
-    keep_local = facts.keep_local
-    if keep_local is None and hints.choice == "local":
-        keep_local = PdReason.PLAN
-    if hints is NO_HINTS and keep_local is facts.keep_local:
-        return facts
-    return msgspec.structs.replace(
-        facts,
-        keep_local=keep_local,
-        prefill_hint=hints.prefill,
-        kv_source=hints.kv_source,
-        rank=facts.rank if hints.rank is None and hints.decode is None else hints.rank,
-        subset=facts.subset if hints.decode is None else hints.decode,
-    )

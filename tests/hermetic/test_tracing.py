@@ -183,7 +183,9 @@ async def test_the_command_sends_its_last_spans_when_it_is_told_to_stop(
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
     async with collector(otlp) as at, FakeVllm(engine()) as worker:
-        async with Command("gateway", "--worker", worker.url, "--tracing-enabled", "--logging-format", "json") as gateway:
+        async with Command(
+            "gateway", "--worker", worker.url, "--tracing-enabled", "--logging-format", "json"
+        ) as gateway:
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
             async with gateway.http.post(gateway.url + "/v1/completions", json=body) as answer:
                 assert answer.status == 200
