@@ -8,28 +8,23 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from multidict import MultiMapping
-from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagators.textmap import Getter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry
 
 from gateway.config.schema import TracingConfig
 from gateway.proxy.access import Record
 from gateway.tracing.batches import Batches, Sizes
+from gateway.tracing.context import parent_of
 from gateway.tracing.request import Spans
-from gateway.tracing.types import TRACEPARENT, RequestTrace
+from gateway.tracing.types import RequestTrace
 
 _LAST_SPANS_S = 3.0
 _NAME = "warmroute"
 _UNNAMED = "unknown_service"
-_propagator = TraceContextTextMapPropagator()
-_root = Context()
 
 
 def is_disabled(environ: Mapping[str, str] = os.environ) -> bool:
@@ -63,29 +58,10 @@ class OtelTracing:
         return self._batches.problem
 
     def request(self, record: Record, headers: Mapping[str, str], kind: str | None) -> RequestTrace:
-        parent = _root
-        if TRACEPARENT in headers:
-            parent = _propagator.extract(headers, _root, _getter)
-        return Spans(self._tracer, parent, record, kind, self._scheme)
+        return Spans(self._tracer, parent_of(headers), record, kind, self._scheme)
 
     async def close(self) -> None:
         await self._batches.close(_LAST_SPANS_S)
-
-
-class _Rows(Getter[Mapping[str, str]]):
-    """Each row of a header that came in several."""
-
-    def get(self, carrier: Mapping[str, str], key: str) -> list[str] | None:
-        if isinstance(carrier, MultiMapping):
-            return carrier.getall(key, None)
-        value = carrier.get(key)
-        return None if value is None else [value]
-
-    def keys(self, carrier: Mapping[str, str]) -> list[str]:
-        return list(carrier)
-
-
-_getter = _Rows()
 
 
 def _resource(face: str) -> Resource:

@@ -75,6 +75,18 @@ async def test_a_handoff_is_two_legs_of_one_trace(otlp: int) -> None:
     assert tree(spans) == [COMPLETIONS, "read_body", "tokenise", "decide", "prefill", "decode"]
 
 
+async def test_a_websocket_has_a_span_for_its_life_and_one_for_its_beginning(otlp: int) -> None:
+    async with collector(otlp) as at, Fleet(tracing=ON, a=engine()) as fleet:
+        headers = {"traceparent": SAMPLED}
+        async with fleet.http.ws_connect(fleet.url + "/v1/realtime?model=tiny", headers=headers) as socket:
+            await socket.receive()
+        spans = await at.until(lambda spans: any(span.kind == "SERVER" for span in spans))
+    root = named(spans, "GET /v1/realtime")
+    assert tree(spans) == ["GET /v1/realtime", "forward"]
+    assert (root.trace, root.attributes["http.response.status_code"]) == (CLIENT_TRACE, 101)
+    assert named(spans, "forward").attributes["http.response.status_code"] == 101
+
+
 async def test_a_collector_that_is_down_is_told_and_harms_nobody(otlp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     async with Fleet(tracing=ON, a=engine()) as fleet:

@@ -131,9 +131,12 @@ async def test_the_ratio_decides_where_a_trace_begins(monkeypatch: pytest.Monkey
         ["nonsense"],
         [SAMPLED.replace("4bf", "\udce9bf")],
         ["00-" + "0" * 32 + "-00f067aa0ba902b7-01"],
+        [SAMPLED, SAMPLED],
     ],
 )
-async def test_what_is_no_trace_context_begins_a_new_trace(monkeypatch: pytest.MonkeyPatch, rows: list[str]) -> None:
+async def test_what_is_no_trace_context_begins_a_new_trace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rows: list[str]
+) -> None:
     it = traced(monkeypatch)
     async with Stub(answers()) as stub, World({"a": stub.url}, tracing=it.tracing) as at:
         reader, writer = await at.connect()
@@ -147,6 +150,7 @@ async def test_what_is_no_trace_context_begins_a_new_trace(monkeypatch: pytest.M
         assert named(spans, "decode").gave(stub.calls[0].header("traceparent"))
         assert stub.calls[0].header("tracestate") is None  # Of no trace of ours.
     assert root_of(spans).parent == ""
+    assert caplog.records == []
 
 
 async def test_off_nothing_is_touched() -> None:
