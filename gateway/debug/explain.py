@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +34,16 @@ _REFUSED = 1
 _NOT_OBEYED = "not obeyed here: only by a sidecar, or with pd.policy: header"
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
 
+Rewritten = Callable[[bytes, CIMultiDict[str]], bytes]
+
 
 async def explain(
-    core: Core, body: bytes, headers: MultiMapping[str], kind: str | None, hints: HintReader | None
+    core: Core,
+    body: bytes,
+    headers: MultiMapping[str],
+    kind: str | None,
+    hints: HintReader | None,
+    rewritten: Rewritten | None = None,
 ) -> dict[str, Any]:
     """The plan for an OpenAI body, in JSON's terms. `kind`: see `TokenService.tokens_for`; None: told by the body's
     fields. `hints` None: hint headers are not obeyed. Raises ApiError.
@@ -45,6 +52,8 @@ async def explain(
         kind = kind_of(body, kind)
         began_s = time.monotonic()
         _, body = core.tenancy.take(CIMultiDict(headers), body, salted=True, anonymous=True)
+        if rewritten is not None:
+            body = rewritten(body, CIMultiDict(headers))
         facts = await core.reader.read("explain", kind, body, headers)
     except BadRequest as exc:
         raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None

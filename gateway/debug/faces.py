@@ -17,7 +17,7 @@ from gateway.core import Core
 from gateway.debug import page
 from gateway.debug.cache import cache
 from gateway.debug.decisions import KEPT, detailed, tried_again
-from gateway.debug.explain import explain
+from gateway.debug.explain import Rewritten, explain
 from gateway.debug.gauges import FleetGauges
 from gateway.debug.health import degradations, health, is_usable
 from gateway.debug.learned import learned
@@ -59,6 +59,8 @@ class Faces:
         self._core = core
         self._draining = draining
         self._hints = hints
+        self.rewritten: Rewritten | None = None
+        """The body that is sent in place of a request's, for a face that puts another model in."""
         self._gauges = FleetGauges(core, access, in_flight)
         core.metrics.registry.register(self._gauges)
         self.stream = Stream(Snapshots(core, name, draining=draining, in_flight=in_flight).take)
@@ -156,7 +158,9 @@ class Faces:
         if request.method != "POST":
             raise errors.method_not_allowed(request.method, "/debug/explain", frozenset({"POST"}))
         body = await read_body(request, self._core.config.gateway.max_body_bytes)
-        answer = await explain(self._core, body, request.headers, request.rel_url.query.get("kind"), self._hints)
+        answer = await explain(
+            self._core, body, request.headers, request.rel_url.query.get("kind"), self._hints, self.rewritten
+        )
         return json_response(_indented(answer))
 
 

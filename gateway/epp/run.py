@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import grpc
 import msgspec
+from multidict import CIMultiDict
 
 from gateway.config import Config
 from gateway.config.flags import EPP_ALIASES
@@ -16,6 +17,7 @@ from gateway.debug.health import is_usable
 from gateway.discovery import Discovery
 from gateway.discovery.kubernetes import KubernetesDiscovery, elector_of
 from gateway.epp.addressed import Addressed
+from gateway.epp.control import read_control
 from gateway.epp.metrics import EppMetrics, StreamCounts
 from gateway.epp.objectives import Objectives, read_objectives
 from gateway.epp.parts import EppParts
@@ -84,6 +86,7 @@ class Epp(Service):
             rewrites=self.rewrites,
             find_holder=core.holders.find,
         )
+        self.faces.rewritten = self._rewritten
         self.server = PickerServer(
             self.picker,
             PickerSettings(
@@ -150,6 +153,9 @@ class Epp(Service):
         for what, count in counts.items():
             if count > self._counted.get(what, 0):
                 self._counted[what], self._told_until_s[what] = count, until_s
+
+    def _rewritten(self, body: bytes, headers: CIMultiDict[str]) -> bytes:
+        return self.picker.renamed(body, read_control(headers), headers)[0]
 
     def _began(self) -> None:
         self.plane.in_flight += 1

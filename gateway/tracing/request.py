@@ -62,8 +62,9 @@ class Spans:
             self._end_stage(time.time_ns(), known=None if flight is None else attributes.of_plan(flight))
 
     def leg(self, kind: LegKind, worker: str, rank: int | None, url: str, headers: CIMultiDict[str]) -> Leg:
-        if self._recording:
-            self._end_stage(time.time_ns())
+        if not self._recording:
+            return Leg(self._root, headers)
+        self._end_stage(time.time_ns())
         tries = 0
         if kind != "prefill":
             tries, self._legs = self._legs, self._legs + 1
@@ -73,7 +74,7 @@ class Spans:
             kind,
             self._context,
             SpanKind.CLIENT,
-            attributes.of_leg(method, path, url, worker, rank, tries) if self._recording else None,
+            attributes.of_leg(method, path, url, worker, rank, tries),
         )
         return Leg(span, headers)
 

@@ -43,6 +43,17 @@ async def test_a_prompt_goes_where_its_cache_is(tmp_path: Path, envoy: str) -> N
         assert fleet.core.hits.workers[home].actual_tokens > 4 * 2900
 
 
+async def test_a_rewritten_model_is_explained_as_it_is_served(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, epp={"rewrites": ("nick=tiny",)}, a=engine()) as fleet:
+        url = f"http://127.0.0.1:{fleet.epp.admin_port}/debug/explain"
+        header = {"x-llm-d-model-name-rewrite": "tiny"}
+        for model, headers in (("nick", {}), ("anything", header)):
+            async with fleet.http.post(url, json={"model": model, "prompt": "hi"}, headers=headers) as answer:
+                assert (answer.status, (await answer.json())["model"]) == (200, "tiny")
+        async with fleet.http.post(url, json={"model": "anything", "prompt": "hi"}) as answer:
+            assert answer.status == 404
+
+
 async def test_its_workers_are_listed_and_drained_but_not_added(tmp_path: Path) -> None:
     async with EppFleet(tmp_path, a=engine(), b=engine()) as fleet:
         admin = f"http://127.0.0.1:{fleet.epp.admin_port}/admin/workers"
