@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from prometheus_client import CollectorRegistry
+import pytest
 
 from gateway.config.schema import TracingConfig
 from gateway.proxy.access import Record
@@ -63,7 +63,7 @@ def test_every_attribute_is_there_and_no_other() -> None:
     assert {name for name in names if name.startswith(families)} <= said
 
 
-def test_spans_keys_header_and_metric_are_there(monkeypatch: object) -> None:
+def test_spans_keys_header_and_metric_are_there() -> None:
     for name in (*get_args(Stage), *get_args(LegKind)):
         assert re.search(rf"\b{name}\b", DOC)
     for key in TracingConfig.__struct_fields__:
@@ -72,14 +72,10 @@ def test_spans_keys_header_and_metric_are_there(monkeypatch: object) -> None:
     assert "`warmroute_trace_spans_total{" in DOC
 
 
-async def test_the_metric_is_as_it_says(monkeypatch: object) -> None:
-    import pytest
-
-    with pytest.MonkeyPatch.context() as patch:
-        it = traced(patch)
-        await it.spans()
-    registry: CollectorRegistry = it.registry
+async def test_the_metric_is_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = traced(monkeypatch)
+    await it.spans()
     outcomes = re.search(r"warmroute_trace_spans_total\{outcome=\"([\w|]+)\"", DOC)
     assert outcomes is not None
     for outcome in outcomes[1].split("|"):
-        assert registry.get_sample_value("warmroute_trace_spans_total", {"outcome": outcome}) == 0
+        assert it.registry.get_sample_value("warmroute_trace_spans_total", {"outcome": outcome}) == 0
