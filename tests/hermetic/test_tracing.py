@@ -134,7 +134,8 @@ async def test_picker_and_sidecar_join_a_clients_trace(otlp: int, tmp_path: Path
 
 
 @needs_envoy
-async def test_a_trace_that_envoy_has_begun_is_one(otlp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grpc", ["fast", "grpcio"])
+async def test_a_trace_that_envoy_has_begun_is_one(otlp: int, tmp_path: Path, grpc: str) -> None:
     """Envoy tells the picker its context with the question, and the engine with the request: the engine is Envoy's
     child, beside the picker.
     """
@@ -165,7 +166,10 @@ async def test_a_trace_that_envoy_has_begun_is_one(otlp: int, tmp_path: Path) ->
             }
         )
 
-    async with collector(otlp) as at, EppFleet(tmp_path, tracing=ON, change=traces, a=engine()) as fleet:
+    async with (
+        collector(otlp) as at,
+        EppFleet(tmp_path, epp={"grpc": grpc}, tracing=ON, change=traces, a=engine()) as fleet,
+    ):
         await fleet.complete("hello")
         spans = await _both(at)
         seen = traceparent(fleet.engines["a"])
