@@ -1,5 +1,5 @@
 """What spans say of a request: numbers, names of the fleet, words of ours. Nothing of what it asks, and of its headers
-its id alone. Text of a client is cut, and made writable: one that is not would cost the whole batch it is sent in.
+its id alone. Text of a client is cut, and made writable: one that is no UTF-8 the exporter leaves out, and logs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
@@ -84,11 +83,6 @@ def traced(monkeypatch: pytest.MonkeyPatch, *, ratio: float | None = None, face:
     monkeypatch.setattr(otel, "new_exporter", lambda: exporter)
     config = TracingConfig(enabled=True, sample_ratio=ratio)
     return Traced(OtelTracing(config, face, registry, scheme="http"), exporter, registry)
-
-
-def exporting_to(monkeypatch: pytest.MonkeyPatch, exporter: SpanExporter) -> OtelTracing:
-    monkeypatch.setattr(otel, "new_exporter", lambda: exporter)
-    return OtelTracing(TracingConfig(enabled=True), "gateway", CollectorRegistry())
 
 
 def tree(spans: Iterable[Seen]) -> list[Any]:
