@@ -32,6 +32,7 @@ from gateway.engine.scraper import Scraper, ScrapeSettings
 from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
+from gateway.indexservice.source import LinkMetrics, index_of
 from gateway.learned import LearnedFile, learned_path
 from gateway.leaving import Leaving
 from gateway.proxy.holders import ResponseHolders
@@ -45,7 +46,6 @@ from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
-from indexer import PrefixIndex
 from scorer.cost import CostModel
 from scorer.fleet import Fleet
 from scorer.kind import EngineKind
@@ -72,11 +72,7 @@ class Core:
         self.config = config
         self.rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
         self.fleet = Fleet()
-        self.index = PrefixIndex(
-            budget_bytes=config.index.budget_bytes,
-            orphan_blocks=config.index.orphan_blocks,
-            removal_mode=config.index.removal_mode,
-        )
+        self.index, self.link = index_of(config, self.rng)
         self.planner = Planner(
             self.fleet,
             self.index,
@@ -171,7 +167,10 @@ class Core:
             on_date=lambda worker, date: self.handoffs.clock.seen(worker, date),
         )
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
-        self.publishing = Publishing(config.events, self.planner)
+        self.publishing = Publishing(config.events, self.planner, self.link)
+        if self.link is not None:
+            self.others_degraded.append(self.link.degraded)
+            self.metrics.registry.register(LinkMetrics(self.link))
         self.ingest = self.publishing.ingest
 
     async def start(self) -> None:

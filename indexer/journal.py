@@ -20,6 +20,8 @@ from indexer.table import Table
 FIRST, CHILD, UNKNOWN = range(3)
 """What the first block of a run is: a prompt's first one, a child of the next one of `parents`, or nobody knows."""
 
+MOST_KEYS = 8192
+"""Of one change, or a few more."""
 _LOW = N_SHARDS - 1
 _U64 = (1 << 64) - 1
 
@@ -104,6 +106,7 @@ class Journal:
             change is None
             or self._of is not state
             or change.tier != tier
+            or len(change.stored) >= MOST_KEYS
             or (change.block_size and change.block_size != block_size)
         ):
             change = self._begin(state, tier)
@@ -120,7 +123,13 @@ class Journal:
 
     def removed(self, state: HolderState, tier: int, key: int) -> None:
         change = self._open
-        if change is None or self._of is not state or change.tier != tier or change.stored:
+        if (
+            change is None
+            or self._of is not state
+            or change.tier != tier
+            or change.stored
+            or len(change.removed) >= MOST_KEYS
+        ):
             change = self._begin(state, tier)
         change.removed.append(key)
         self._count(1)
@@ -148,10 +157,10 @@ class Journal:
         with self._lock:
             return list(self._table.states)
 
-    def adapters(self) -> list[Change]:
-        """Those that events have named."""
+    def adapters_of(self, worker: str) -> list[str]:
+        """Those that its events have named."""
         with self._lock:
-            return [Change(worker=w, rank=0, adapter=name) for w, names in self._adapters.items() for name in names]
+            return sorted(self._adapters.get(worker, ()))
 
     def read(self, holder: Holder) -> list[Change]:
         """What it holds, as changes that make a holder of nothing into it; more change while it is read."""
@@ -159,10 +168,14 @@ class Journal:
             state = self._table.states.get(holder)
             if state is None:
                 return []
-            parts = [(m.tier, m.block_size, list(m.own.values())) for m in state.all_maps() if m.own]
+            held: dict[tuple[int, int], dict[int, None]] = {}
+            for entries in state.all_maps():  # Of several KV-cache groups in one tier, one may have another's parents.
+                if entries.own:
+                    held.setdefault((entries.tier, entries.block_size), {}).update(dict.fromkeys(entries.own.values()))
             loose = dict(state.loose[GPU])
         found = []
-        for tier, block_size, keys in parts:
+        for (tier, block_size), named in held.items():
+            keys = list(named)
             change = Change(worker=holder[0], rank=holder[1], tier=tier, block_size=block_size, stored=keys)
             if self._table.planes[tier].linked:
                 change.runs, change.parents = self._runs(keys, loose, self._table.planes[tier].links)

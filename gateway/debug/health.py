@@ -49,6 +49,9 @@ DEGRADATIONS = (
     "tokens_by_engine",
     "tokens_slow",
     "learning_not_kept",
+    "indexer_lost",
+    "index_trimmed",
+    "index_differs",
     "queue_filling",
     "responses_unseen",
     "bodies_unseen",
@@ -202,6 +205,8 @@ def no_events(sources: Mapping[int, EventSource] | None) -> str:
 
 
 def _of_events(core: Core) -> Iterator[Degradation]:
+    if core.link is not None and core.link.is_stale:
+        return  # Which is told once, and not for each worker.
     feeds: dict[str, list[FeedStatus]] = {}
     for (name, _), feed in sorted(core.ingest.status().items()):
         feeds.setdefault(name, []).append(feed)

@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import msgspec
 
-from gateway.errors import UserError
 from gateway.extproc.health import health_handler
 from gateway.extproc.session import Session
 from gateway.extproc.stream import Context, Counts, Stream
 from gateway.extproc.types import Picker
 from gateway.pb import ext_proc_pb2 as pb
+from gateway.rpc import host_port, listen
 
 _log = logging.getLogger(__name__)
 
@@ -98,18 +98,8 @@ class PickerServer:
     async def _serve(
         self, handlers: Sequence[grpc.GenericRpcHandler], port: int, credentials: grpc.ServerCredentials | None
     ) -> int:
-        server = grpc.aio.server(options=self._options())
-        server.add_generic_rpc_handlers(handlers)
-        host = self._settings.host
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if credentials is None:
-                bound = server.add_insecure_port(address)
-            else:
-                bound = server.add_secure_port(address, credentials)
-        except RuntimeError:
-            raise UserError(f"cannot listen on {address}: it is in use, or not an address of this machine") from None
-        await server.start()
+        address = host_port(self._settings.host, port)
+        server, bound = await listen(handlers, address, credentials, self._options())
         self._servers.append(server)
         return bound
 

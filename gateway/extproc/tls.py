@@ -15,13 +15,19 @@ _NAME = "warmroute"
 _YEARS = 10
 
 
-def given(certificate: ServingCertificate) -> grpc.ServerCredentials:
-    """Each handshake looks whether the files have changed; halves of two pairs change nothing."""
+def given(certificate: ServingCertificate, client_ca: str | None = None) -> grpc.ServerCredentials:
+    """Each handshake looks whether the files have changed; halves of two pairs change nothing. With `client_ca`, a PEM
+    file, clients have to show a certificate of these CAs.
+    """
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        return _of_files(certificate) if certificate.refresh() else None
+        return _of_files(certificate, client_ca) if certificate.refresh() else None
 
-    return grpc.dynamic_ssl_server_credentials(_of_files(certificate), fetch)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(
+        _of_files(certificate, client_ca),
+        fetch,  # type: ignore[arg-type]
+        require_client_authentication=client_ca is not None,
+    )
 
 
 def self_signed() -> grpc.ServerCredentials:
@@ -29,9 +35,10 @@ def self_signed() -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([_new_pair()])
 
 
-def _of_files(certificate: ServingCertificate) -> grpc.ServerCertificateConfiguration:
+def _of_files(certificate: ServingCertificate, client_ca: str | None) -> grpc.ServerCertificateConfiguration:
     cert, key = (Path(file).read_bytes() for file in certificate.files)
-    return grpc.ssl_server_certificate_configuration([(key, cert)])
+    roots = None if client_ca is None else Path(client_ca).read_bytes()
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
 
 
 def _new_pair() -> tuple[bytes, bytes]:

@@ -9,7 +9,7 @@ from typing import cast
 
 from gateway.engine.feed import FeedStatus
 from gateway.pb import indexer_pb2 as pb
-from indexer import Change, Match
+from indexer import Change, Holder, Match
 from indexer.journal import CHILD
 
 KEY_BYTES = 8
@@ -128,6 +128,29 @@ def feed_of(status: FeedStatus) -> pb.Feed:
         missing_batches=status.missing_batches,
         batches=status.batches,
         events=status.events,
+    )
+
+
+def status_of(holder: Holder, feed: pb.Feed, *, stale: bool, heard_s_ago: float | None) -> FeedStatus:
+    """As it was told by an indexer; `stale`: which is not there now."""
+    return FeedStatus(
+        worker=holder[0],
+        rank=holder[1],
+        endpoint=feed.endpoint,
+        endpoint_state="stale" if stale else feed.endpoint_state,
+        endpoint_error=None,
+        replay_endpoint=feed.replay_endpoint or None,
+        phase=feed.phase,
+        partial=feed.partial,
+        epoch=feed.epoch,
+        next_seq=0,
+        gaps=feed.gaps,
+        missing_batches=feed.missing_batches,
+        batches=feed.batches,
+        events=feed.events,
+        events_per_s=0.0,
+        last_batch_age_s=heard_s_ago if feed.batches else None,
+        counters={},
     )
 
 

@@ -19,7 +19,7 @@ MODES = {"any order": {}, "tail first": {"tail_first": True, "tiers": 1}, "logic
 
 
 class Copied:
-    """A world whose index is copied: `log` is every delta as it goes over the wire, `copies` have read so much of it."""
+    """A world whose index is copied: `log` is every delta as it goes over the wire, `copies` have read some of it."""
 
     def __init__(self, rng: random.Random, **mode: bool | int) -> None:
         self.rng = rng
@@ -160,3 +160,8 @@ def test_a_copy_is_what_it_copies(rng: random.Random, mode: str) -> None:
 def test_a_copy_is_what_it_copies_seeded(mode: str) -> None:
     for seed in range(SEEDED_LOOPS // len(MODES)):
         run(random.Random(seed), 40, mode)
+
+
+@pytest.mark.parametrize("seed", [847, 1326])
+def test_the_parent_of_one_groups_block_may_be_anothers(seed: int) -> None:
+    run(random.Random(seed), 15, "any order")
