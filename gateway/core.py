@@ -32,6 +32,7 @@ from gateway.engine.scraper import Scraper, ScrapeSettings
 from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
+from gateway.indexservice.query import QueryLink
 from gateway.indexservice.source import LinkMetrics, index_of
 from gateway.learned import LearnedFile, learned_path
 from gateway.leaving import Leaving
@@ -51,7 +52,7 @@ from scorer.fleet import Fleet
 from scorer.kind import EngineKind
 from scorer.planner import Planner
 from scorer.sessions import SessionSettings
-from scorer.types import ChangeKind, EngineStats, WorkerChange
+from scorer.types import ChangeKind, EngineStats, RequestFacts, WorkerChange
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
@@ -114,6 +115,7 @@ class Core:
             holder_of=self.holders.find,
             look_again=self.look_again,
             try_unknown=config.gateway.unknown_models == "try",
+            ask=self.link.ask if isinstance(self.link, QueryLink) else None,
         )
         self.up = Available(self.fleet.workers, self.available, None if retries else self._is_reachable)
         self.tenancy = Tenancy.of(config.tenancy, os.environ)
@@ -244,6 +246,10 @@ class Core:
         """Whether its engine has answered a scrape since then."""
         known = self.fleet.workers.get(worker)
         return known is not None and known.stats is not None and known.stats.scraped_at_s >= since_s
+
+    def index_note(self, facts: RequestFacts) -> str | None:
+        """What the reason of a decision is to say of where the index comes from."""
+        return None if self.link is None else self.link.note(facts)
 
     def cache_cleared(self, worker: str) -> None:
         """Its prefix cache was emptied, which the engine itself announces only with its next request."""

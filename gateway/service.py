@@ -94,7 +94,7 @@ class Service:
                 heard_since=core.heard_since,
                 sent=core.publishing.sent,
                 unsent=core.publishing.unsent,
-                index_note=_no_note if core.link is None else core.link.note,
+                index_note=core.index_note,
                 hints=hints,
                 unreachable_status=unreachable_status,
                 queue=core.queue,
@@ -229,10 +229,6 @@ class Service:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _no_note() -> None:
-    return None
 
 
 def known_workers(

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from gateway.engine.feed import FeedStatus
 from indexer import Holder
+from scorer.types import RequestFacts
 
 OnNews = Callable[[str, int], None]
 """Of a worker and rank something came."""
@@ -59,8 +60,8 @@ class Link(Intake, Protocol):
         """Whether what is known is of before."""
         ...
 
-    def note(self) -> str | None:
-        """What the reason of a decision is to say of it."""
+    def note(self, facts: RequestFacts) -> str | None:
+        """What the reason of a decision about `facts` is to say of it."""
         ...
 
     def degraded(self) -> Iterator[tuple[str, str]]:

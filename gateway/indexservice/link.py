@@ -21,6 +21,7 @@ from gateway.indexservice.server import SERVICE
 from gateway.indexservice.wire import WireError, change_of, section_changes, status_of
 from gateway.pb import indexer_pb2 as pb
 from indexer import Change, Holder, Replica
+from scorer.types import RequestFacts
 
 _log = logging.getLogger(__name__)
 SILENT_S = 4.0
@@ -122,8 +123,7 @@ class ReplicaLink:
     def address(self) -> str:
         return self._addresses.current
 
-    def note(self) -> str | None:
-        """What a decision's reason is to say of it."""
+    def note(self, facts: RequestFacts) -> str | None:
         return "index stale" if self.is_stale else None
 
     def degraded(self) -> Iterator[tuple[str, str]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-
-from gateway.indexservice.wire import WireError, unpacked
+from gateway.indexservice.wire import WireError, little_endian, unpacked
 from gateway.pb import indexer_pb2 as pb
 from indexer import MediaSpan, Prompt
 from indexer.ingest import MAX_BLOCK_SIZE
@@ -24,14 +22,16 @@ def prompt_of(request: pb.MatchRequest) -> Prompt:
         raise BadQuestion("give either token_ids or block_keys")
     if request.block_keys:
         return _keyed(request)
-    if len(request.token_ids) % 4:
-        raise BadQuestion("token_ids are little-endian uint32, four bytes each")
     if len(request.token_ids) > 4 * MOST_TOKENS:
         raise BadQuestion(f"a prompt has at most {MOST_TOKENS} tokens")
     if len(request.media) > _MOST_MEDIA:
         raise BadQuestion(f"a prompt has at most {_MOST_MEDIA} media items")
     spans = [MediaSpan(it.id, it.start_token, it.n_tokens) for it in request.media] or None
-    return Prompt(_native(request.token_ids), cache_salt=request.cache_salt or None, extra_keys=spans)
+    try:
+        tokens = little_endian(request.token_ids)
+    except WireError as exc:
+        raise BadQuestion(str(exc)) from None
+    return Prompt(tokens, cache_salt=request.cache_salt or None, extra_keys=spans)
 
 
 def _keyed(request: pb.MatchRequest) -> Prompt:
@@ -45,11 +45,3 @@ def _keyed(request: pb.MatchRequest) -> Prompt:
         return Prompt.of_keys(unpacked(request.block_keys), request.block_size)
     except WireError as exc:
         raise BadQuestion(str(exc)) from None
-
-
-def _native(data: bytes) -> bytes:
-    words = array("I", data)
-    if words.tobytes()[:4] != words[0].to_bytes(4, "little"):
-        words.byteswap()
-        return words.tobytes()
-    return data

@@ -12,6 +12,7 @@ from gateway.config import Config
 from gateway.engine.intake import Link
 from gateway.indexservice.addresses import Addresses
 from gateway.indexservice.link import ReplicaLink
+from gateway.indexservice.query import AskedIndex, QueryLink
 from indexer import PrefixIndex, Replica
 
 
@@ -23,8 +24,12 @@ def index_of(config: Config, rng: random.Random) -> tuple[PrefixIndex, Link | No
             budget_bytes=index.budget_bytes, orphan_blocks=index.orphan_blocks, removal_mode=index.removal_mode
         )
         return own, None
+    addresses = Addresses(index.service, rng)
+    if index.service.mode == "query":
+        asked = AskedIndex()
+        return asked, QueryLink(addresses, asked, budget_s=index.service.budget_ms / 1000)
     replica = Replica(budget_bytes=index.budget_bytes)
-    return replica, ReplicaLink(Addresses(index.service, rng), replica)
+    return replica, ReplicaLink(addresses, replica)
 
 
 class LinkMetrics(Collector):

@@ -38,6 +38,17 @@ def unpacked(data: bytes) -> list[int]:
     return words.tolist()
 
 
+def little_endian(tokens: bytes) -> bytes:
+    """uint32 of this machine's order as they are sent, or the other way round. Raises WireError."""
+    if len(tokens) % 4:
+        raise WireError("token_ids are little-endian uint32, four bytes each")
+    if _LITTLE:
+        return tokens
+    words = array("I", tokens)
+    words.byteswap()
+    return words.tobytes()
+
+
 def of_changes(sequence: int, changes: Sequence[Change]) -> pb.Delta:
     delta = pb.Delta(sequence=sequence)
     for change in changes:

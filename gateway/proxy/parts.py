@@ -25,6 +25,7 @@ from gateway.sidecar.hints import Hints, no_hints
 from gateway.stored import StoredResponses
 from gateway.tenancy import NO_TENANCY, Tenancy
 from scorer.planner import Planner
+from scorer.types import RequestFacts
 
 
 class Draining(Protocol):
@@ -69,7 +70,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     heard_since: Callable[[str, float], bool]
     sent: Callable[[str, int, int], None] = lambda worker, rank, new_tokens: None
     unsent: Callable[[str, int], None] = lambda worker, rank: None
-    index_note: Callable[[], str | None] = lambda: None
+    index_note: Callable[[RequestFacts], str | None] = lambda facts: None
     hints: Callable[[Sender], Hints] = no_hints
     unreachable_status: int = 502
     queue: Queue | None = None

@@ -102,7 +102,7 @@ def booked(parts: Parts, facts: RequestFacts) -> Plan:
     except NoWorker as exc:
         parts.metrics.rejected("no_worker")
         raise errors.no_worker(str(exc)) from None
-    note = parts.index_note()
+    note = parts.index_note(facts)
     return plan if note is None else msgspec.structs.replace(plan, reason=f"{plan.reason}; {note}")
 
 

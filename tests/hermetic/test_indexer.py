@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
+import time
 from array import array
 from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 
+from gateway.config.schema import TlsConfig
 from gateway.indexservice.server import SERVICE
 from gateway.indexservice.wire import packed
 from gateway.pb import health_pb2
@@ -246,3 +250,91 @@ async def test_on_a_unix_socket(tmp_path: Path) -> None:
         await fleet.complete(gateway, prompt(7))
         await is_copied(indexer, gateway)
     assert not path.exists()
+
+
+async def test_a_gateway_that_asks_keeps_no_copy_and_sends_prompts_where_they_are() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer), mode="query", budget_ms=1000)
+        link = gateway.core.link
+        await until(lambda: link.is_live and all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        worker, _ = await fleet.complete(gateway, prompt(8))
+        await until(lambda: digests(indexer.core.index))
+        other = await fleet.gateway(address(indexer), mode="query", budget_ms=1000)
+        await until(lambda: other.core.link.is_live and other.core.fleet.models())
+        assert (await fleet.complete(other, prompt(8)))[0] == worker
+        assert other.core.ingest.counters()["query_answered"] == 1
+        assert "index" not in other.core.decisions.last(1)[0].plan.reason
+        await until(lambda: other.core.index.resident_blocks((worker, 0)) >= 16)
+
+
+async def test_an_indexer_that_answers_late_or_not_at_all_delays_no_request() -> None:
+    async with Fleet(a=engine()) as fleet, IndexerProcess(fleet.workers) as process:
+        await process.ready()
+        gateway = await fleet.gateway(process.address, mode="query", budget_ms=5)
+        link, counters = gateway.core.link, gateway.core.ingest.counters
+        await until(lambda: link.is_live and gateway.core.fleet.models())
+        await process.kill(signal.SIGSTOP)
+        began_s = time.monotonic()
+        await fleet.complete(gateway, prompt(9))
+        assert time.monotonic() - began_s < 1.0
+        assert counters()["query_late"] == 1
+        assert "index late" in gateway.core.decisions.last(1)[0].plan.reason
+        await until(lambda: link.is_stale)
+        await fleet.complete(gateway, prompt(9))
+        assert counters()["query_late"] == 1  # nobody is asked any more
+        assert "index unknown" in gateway.core.decisions.last(1)[0].plan.reason
+        _, body = await fleet.get(gateway.admin_port, "/readyz?verbose")
+        assert "indexer_lost" in [it["what"] for it in body["degraded"]]
+        await process.kill(signal.SIGCONT)
+        await until(lambda: link.is_live, 20.0)
+
+
+async def test_a_frozen_indexer_is_left_for_another() -> None:
+    async with Fleet(a=engine()) as fleet, IndexerProcess(fleet.workers) as frozen:
+        await frozen.ready()
+        second = await fleet.indexer()
+        gateway = await fleet.gateway(frozen.address, address(second))
+        link = gateway.core.link
+        await until(lambda: link.is_live and gateway.core.fleet.models())
+        assert link.address == frozen.address
+        await frozen.kill(signal.SIGSTOP)
+        await until(lambda: second.server.counts.watchers == 1, 20.0)
+        await fleet.complete(gateway, prompt(10))
+        await is_copied(second, gateway)
+
+
+async def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    ca, cert, key = (str(tmp_path / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+    authority.cert_pem.write_to_path(ca)
+    ours = authority.issue_cert("127.0.0.1")
+    ours.cert_chain_pems[0].write_to_path(cert)
+    ours.private_key_pem.write_to_path(key)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer(tls=TlsConfig(cert=cert, key=key), client_ca=ca)
+        gateway = await fleet.gateway(address(indexer), tls=True, ca=ca, cert=cert, key=key)
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(11))
+        await is_copied(indexer, gateway)
+        asking = await fleet.gateway(address(indexer), tls=True, ca=ca, cert=cert, key=key, mode="query")
+        await until(lambda: asking.core.link.is_live)
+        unknown = await fleet.gateway(address(indexer), tls=True, ca=ca)
+        await until(lambda: unknown.core.link.problem)
+        assert not digests(unknown.core.index)
+        other = str(tmp_path / "other.pem")
+        stranger.cert_pem.write_to_path(other)
+        misled = await fleet.gateway(address(indexer), tls=True, ca=other, cert=cert, key=key)
+        await until(lambda: misled.core.link.problem)
+        assert not misled.core.link.is_live
+
+
+async def test_an_indexer_that_goes_down_sends_its_watchers_away_first() -> None:
+    async with Fleet(a=engine()) as fleet:
+        first, second = await fleet.indexer(), await fleet.indexer()
+        gateway = await fleet.gateway(address(first), address(second))
+        await until(lambda: gateway.core.link.is_live and gateway.core.fleet.models())
+        drained = asyncio.create_task(first.drain(10.0))
+        await until(lambda: second.server.counts.watchers == 1)
+        assert not gateway.core.link.is_stale
+        assert await drained == 0

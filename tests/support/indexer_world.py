@@ -135,7 +135,7 @@ class IndexerProcess:
     async def kill(self, number: int = signal.SIGKILL) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)
-        if number != signal.SIGSTOP:
+        if number not in (signal.SIGSTOP, signal.SIGCONT):
             await self._process.wait()
 
     async def __aenter__(self) -> IndexerProcess:
