@@ -56,7 +56,8 @@ class ReplicaLink:
         self._feeds: dict[Holder, pb.Feed] = {}
         self._heard_s: dict[Holder, float] = {}
         self._instance = ""
-        self._sequence = 0
+        self.sequence = 0
+        """Of the last delta taken in."""
         self.is_live = False
         """Whether an indexer is followed now, and all that it had is here."""
         self._live_until_s = now()
@@ -229,7 +230,7 @@ class ReplicaLink:
             channel = grpc.secure_channel(self.address, credentials, options)
         self._channel = channel
         watch = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
-        call = self._call = watch(pb.WatchRequest(instance=self._instance, sequence=self._sequence))
+        call = self._call = watch(pb.WatchRequest(instance=self._instance, sequence=self.sequence))
         if self._stopping.is_set():
             call.cancel()
         for update in call:
@@ -245,18 +246,18 @@ class ReplicaLink:
         for section in update.sections:
             self._section(section)
         for delta in update.deltas:
-            if delta.sequence != self._sequence + 1:
-                raise _Broken("gaps", f"delta {delta.sequence} came after {self._sequence}")
+            if delta.sequence != self.sequence + 1:
+                raise _Broken("gaps", f"delta {delta.sequence} came after {self.sequence}")
             for change in delta.changes:
                 self._change(change)
-            self._sequence = delta.sequence
+            self.sequence = delta.sequence
         if update.HasField("end"):
             self._end(update.end)
 
     def _begin(self, begin: pb.Begin) -> None:
-        if begin.resumed and (begin.instance, begin.sequence) != (self._instance, self._sequence):
+        if begin.resumed and (begin.instance, begin.sequence) != (self._instance, self.sequence):
             raise _Broken("gaps", "it goes on from where this copy never was")
-        self._instance, self._sequence = begin.instance, begin.sequence
+        self._instance, self.sequence = begin.instance, begin.sequence
         if begin.resumed:
             self._counters["resumed"] += 1
             self._live()
@@ -303,7 +304,7 @@ class ReplicaLink:
             self._apart_s = _APART_S[0]
 
     def _end(self, end: pb.End) -> None:
-        if self._told is None or end.sequence != self._sequence:
+        if self._told is None or end.sequence != self.sequence:
             raise _Broken("gaps", "a snapshot ended where none was")
         told, self._told = self._told, None
         self._replica.keep_only(told)
