@@ -49,6 +49,9 @@ def outcome(load: Callable[[], Config]) -> Config | ConfigError:
 
 
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
+    "addresses": st.lists(st.sampled_from(["10.0.0.1:9010", "[fd00::1]:9010", "unix:/run/i.sock"]), max_size=3).map(
+        tuple
+    ),
     "allow": st.lists(st.sampled_from(["*", "10.0.0.0/8:*", "[fd00::/8]:8000", "pod-1.ns:8000"]), max_size=3).map(
         tuple
     ),
