@@ -17,14 +17,10 @@ _FIRST_S, _MOST_S = 0.1, 5.0
 
 class Addresses:
     """The first that works is kept until it fails; then the next one has its turn. `wait_s` after each failed round
-    grows. Raises UserError for none, or certificates that cannot be read.
+    grows. Raises UserError for certificates that cannot be read.
     """
 
     def __init__(self, config: IndexServiceConfig, rng: random.Random) -> None:
-        if not config.addresses:
-            raise UserError("index.source: service needs index.service.addresses")
-        if config.tls and config.cert is not None and config.key is None:
-            raise UserError("index.service.cert needs index.service.key")
         self._addresses = config.addresses
         self._credentials = _credentials(config) if config.tls else None
         self._server_name = config.server_name

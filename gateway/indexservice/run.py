@@ -42,8 +42,6 @@ class Indexer(Service):
         settings = config.indexer
         if config.index.source != "local":
             raise UserError("index.source: an indexer subscribes to the engines itself, so that it must be local")
-        if settings.port is None and settings.socket is None:
-            raise UserError("indexer.port, indexer.socket: one of them is needed to be reached")
         core = Core(with_policy(config, "local"))
         super().__init__(
             core,
