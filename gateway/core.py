@@ -66,9 +66,12 @@ _MAX_PACE = 100.0
 class Core:
     """Create it inside a running event loop; `start`, then `follow` a discovery, at the end `close`."""
 
-    def __init__(self, config: Config, *, rng: random.Random | None = None, retries: bool = True) -> None:
+    def __init__(
+        self, config: Config, *, rng: random.Random | None = None, retries: bool = True, tokenizes: bool = True
+    ) -> None:
         """`retries`: a request is sent on when its worker does not answer, so that one may find out whether it does
-        again. Else none goes to a worker whose metrics cannot be read, as long as there is another.
+        again. Else none goes to a worker whose metrics cannot be read, as long as there is another. `tokenizes`: False
+        where no prompts come in.
         """
         self.config = config
         self.rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
@@ -169,6 +172,7 @@ class Core:
             on_date=lambda worker, date: self.handoffs.clock.seen(worker, date),
         )
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
+        self._tokenizes = tokenizes
         self.publishing = Publishing(config.events, self.planner, self.link)
         if self.link is not None:
             self.others_degraded.append(self.link.degraded)
@@ -397,6 +401,8 @@ class Core:
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def _declare_models(self) -> None:
+        if not self._tokenizes:
+            return
         changes = self._changes.items()
         addresses = {name: (it.url, it.server_name) for name, it in changes if it.url is not None}
         self._tokenizers.declare(addresses, self.capabilities)

@@ -214,7 +214,7 @@ def _of_events(core: Core) -> Iterator[Degradation]:
         mine = feeds.get(name)
         if not mine:
             sources = core.capabilities[name].event_sources if name in core.capabilities else None
-            why = no_events(sources)
+            why = no_events(sources) if core.link is None else "the indexer hears nothing of a worker of that name"
             yield Degradation(what="events_missing", worker=name, detail=f"{why}; its cache is guessed from our sends")
             continue
         for feed in mine:

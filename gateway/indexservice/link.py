@@ -30,7 +30,7 @@ _GRACE_S = 2.0
 """So long another one may be looked for before the copy counts as stale."""
 _FORGET_TIMEOUT_S = 2.0
 _APART_S = (1.0, 60.0)
-"""Between two snapshots because of a wrong digest: at least, and as it goes on."""
+"""Between two snapshots because of what went wrong in a copy: at least, and as it goes on."""
 
 
 class _Broken(Exception):
@@ -134,12 +134,12 @@ class ReplicaLink:
             yield "indexer_lost", f"the index is as it was {age_s:.0f} s ago; {self.address}: {why}"
         if self._replica.is_trimmed:
             yield "index_trimmed", "index.budget_bytes is too small for a copy of the indexer's index"
-        if self._apart_s > _APART_S[0]:
-            yield "index_differs", "the copy was found to be another than the indexer's index, several times"
+        if self._apart_s > 2 * _APART_S[0]:
+            yield "index_differs", f"the copy had to begin anew, several times: {self.problem or 'it is checked now'}"
 
     def status(self) -> dict[Holder, FeedStatus]:
         now_s = self._now()
-        if self.is_live and now_s - self._last_heard_s > SILENT_S:
+        if now_s - self._last_heard_s > SILENT_S:
             self._hang_up()
         stale = self.is_stale
         return {
@@ -181,18 +181,12 @@ class ReplicaLink:
                 wait_s = self._lost("ended", "it ended the stream")
             except grpc.RpcError as exc:
                 code, detail = _said(exc)
-                if code is grpc.StatusCode.OUT_OF_RANGE and self.is_live:
-                    self._counters["cut_off"] += 1
-                    self._instance = ""  # Too slow: begin anew with the same one.
-                    self._end_of_life("too slow for what changes")
+                if code is grpc.StatusCode.OUT_OF_RANGE:
+                    wait_s = self._apart("cut_off", "this process was too slow for what changes")
                 else:
                     wait_s = self._lost("lost", detail)
             except _Broken as exc:
-                self._instance = ""
-                self._counters[exc.what] += 1
-                self._end_of_life(str(exc))
-                wait_s = self._apart_s
-                self._apart_s = min(_APART_S[1], 2 * self._apart_s)
+                wait_s = self._apart(exc.what, str(exc))
             except Exception as exc:
                 _log.exception("unexpected while following the indexer; going on")
                 self._instance = ""
@@ -208,6 +202,15 @@ class ReplicaLink:
         if was_live and not self._stopping.is_set():
             _log.warning("the indexer at %s is lost, the copy of its index stays as it is: %s", address, why)
         return self._addresses.failed()
+
+    def _apart(self, what: str, why: str) -> float:
+        """The same one is asked for a snapshot, not too often: how long to wait until then."""
+        self._counters[what] += 1
+        self._instance = ""
+        self._end_of_life(why)
+        _log.warning("the copy of the index at %s begins anew: %s", self.address, why)
+        wait_s, self._apart_s = self._apart_s, min(_APART_S[1], 2 * self._apart_s)
+        return wait_s
 
     def _end_of_life(self, why: str) -> None:
         if self.is_live:
@@ -229,6 +232,7 @@ class ReplicaLink:
         else:
             channel = grpc.secure_channel(self.address, credentials, options)
         self._channel = channel
+        self._last_heard_s = self._now()
         watch = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
         call = self._call = watch(pb.WatchRequest(instance=self._instance, sequence=self.sequence))
         if self._stopping.is_set():

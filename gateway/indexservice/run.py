@@ -42,7 +42,7 @@ class Indexer(Service):
         settings = config.indexer
         if config.index.source != "local":
             raise UserError("index.source: an indexer subscribes to the engines itself, so that it must be local")
-        core = Core(with_policy(config, "local"))
+        core = Core(with_policy(config, "local"), tokenizes=False)
         super().__init__(
             core,
             no_hints,

@@ -253,7 +253,9 @@ class IndexServer:
         begin = pb.Begin(instance=instance, sequence=at, version=self._version)
         yield pb.Update(begin=begin).SerializeToString(), at
         told: set[Holder] = set()
-        async with self._reading:
+        while not await self._may_read():
+            yield pb.Update(sequence=at).SerializeToString(), at
+        try:
             while waiting:
                 for holder in waiting:
                     for section in await asyncio.to_thread(self._sections, holder):
@@ -265,10 +267,19 @@ class IndexServer:
                 # What is not told of by now came after all that is among the deltas.
                 there = publisher.flush()
                 waiting = [holder for holder in there if holder not in told]
+        finally:
+            self._reading.release()
         while history.sequence != at:
             update, at = history.after(at, _UPDATE_BYTES)
             yield update, at
         yield pb.Update(end=pb.End(sequence=at)).SerializeToString(), at
+
+    async def _may_read(self) -> bool:
+        """Whether a snapshot may be read by now; else somebody waits for a sign of life."""
+        try:
+            return await asyncio.wait_for(self._reading.acquire(), _HEARTBEAT_S)
+        except TimeoutError:
+            return False
 
     def _sections(self, holder: Holder) -> list[bytes]:
         publisher = self._publisher

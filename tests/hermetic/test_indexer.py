@@ -13,7 +13,8 @@ import grpc
 import pytest
 import trustme
 
-from gateway.config.schema import TlsConfig
+from gateway.config.schema import EppConfig, IndexConfig, IndexServiceConfig, TlsConfig
+from gateway.epp.run import Epp
 from gateway.indexservice.server import SERVICE
 from gateway.indexservice.wire import packed
 from gateway.pb import health_pb2
@@ -338,3 +339,17 @@ async def test_an_indexer_that_goes_down_sends_its_watchers_away_first() -> None
         await until(lambda: second.server.counts.watchers == 1)
         assert not gateway.core.link.is_stale
         assert await drained == 0
+
+
+async def test_a_picker_behind_envoy_goes_by_it_too() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(12))
+        service = IndexServiceConfig(addresses=(address(indexer),))
+        picker = EppConfig(host="127.0.0.1", port=0, health_port=0, metrics_port=0, admin_port=0, tls="off")
+        config = fleet.config(index=IndexConfig(source="service", service=service), epp=picker)
+        async with Epp(config) as epp:
+            await until(lambda: digests(epp.core.index) == digests(indexer.core.index) != {})
+            await until(lambda: all(w.publishes_events for w in epp.core.fleet.workers.values()))
