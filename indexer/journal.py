@@ -94,6 +94,9 @@ class Journal:
         self._changes: list[Change] = []
         self._open: Change | None = None
         self._of: HolderState | None = None
+        self._tier = GPU
+        self._removed: list[int] | None = None
+        """Of the open change, while nothing is stored in it; counted when it is closed."""
         self._n_blocks = 0
         self._is_lost = False
 
@@ -119,20 +122,17 @@ class Journal:
         else:
             change.runs.append(len(keys) << 2 | (FIRST if parent == ROOT_PARENT else UNKNOWN))
         change.stored += keys
+        self._removed = None
         self._count(len(keys))
 
     def removed(self, state: HolderState, tier: int, key: int) -> None:
-        change = self._open
-        if (
-            change is None
-            or self._of is not state
-            or change.tier != tier
-            or change.stored
-            or len(change.removed) >= MOST_KEYS
-        ):
-            change = self._begin(state, tier)
-        change.removed.append(key)
-        self._count(1)
+        # One call for each block that is removed: most of them one after the other, of one holder.
+        removed = self._removed
+        if self._of is state and removed is not None and self._tier == tier and len(removed) < MOST_KEYS:
+            removed.append(key)
+            return
+        self._removed = self._begin(state, tier).removed
+        self._removed.append(key)
 
     def cleared(self, state: HolderState) -> None:
         self._note(Change(worker=state.worker, rank=state.rank, cleared=True))
@@ -149,7 +149,7 @@ class Journal:
         """The changes since the last time."""
         with self._lock:
             taken = Taken(changes=self._changes, is_lost=self._is_lost, holders=list(self._table.states))
-            self._changes, self._open, self._of = [], None, None
+            self._changes, self._open, self._of, self._removed = [], None, None, None
             self._n_blocks, self._is_lost = 0, False
         return taken
 
@@ -194,20 +194,21 @@ class Journal:
     def _begin(self, state: HolderState, tier: int) -> Change:
         change = Change(worker=state.worker, rank=state.rank, tier=tier, removed=[], stored=[], runs=[], parents=[])
         self._note(change)
-        self._open, self._of = change, state
+        self._open, self._of, self._tier = change, state, tier
         return change
 
     def _note(self, change: Change) -> None:
-        self._open = self._of = None
+        n_removed = 0 if self._open is None else len(self._open.removed)
+        self._open = self._of = self._removed = None
         self._changes.append(change)
         if len(self._changes) == 1:
             self._wake()
-        self._count(1)
+        self._count(1 + n_removed)
 
     def _count(self, n_blocks: int) -> None:
         self._n_blocks += n_blocks
         if self._n_blocks > self._most_blocks:
-            self._changes, self._open, self._of = [], None, None
+            self._changes, self._open, self._of, self._removed = [], None, None, None
             self._n_blocks, self._is_lost = 0, True
 
     @staticmethod
