@@ -16,7 +16,7 @@ from gateway.debug.faces import AdminPort
 from gateway.discovery import Discovery
 from gateway.discovery.kubernetes import KubernetesDiscovery
 from gateway.errors import UserError
-from gateway.extproc import tls
+from gateway.extproc.tls import Given
 from gateway.indexservice.metrics import IndexerMetrics
 from gateway.indexservice.publisher import Publisher
 from gateway.indexservice.server import IndexServer, Settings
@@ -24,7 +24,7 @@ from gateway.proxy.server import HttpServer
 from gateway.publishing import EVENTS_UP
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import no_hints
-from gateway.tls import ServingCertificate, serving_certificate
+from gateway.tls import ServingCertificate
 
 _NOTICED_S = 2.0
 """So long after watchers were sent away, gateways may still ask."""
@@ -67,7 +67,7 @@ class Indexer(Service):
                 host=settings.host,
                 port=settings.port,
                 socket=settings.socket,
-                credentials=_credentials(settings, serving_certificate(config.tls)),
+                credentials=_credentials(settings, self.certificate),
                 write_timeout_s=settings.write_timeout_s,
             ),
             ready=self._is_ready,
@@ -133,7 +133,7 @@ def _credentials(settings: IndexerConfig, certificate: ServingCertificate | None
             Path(settings.client_ca).read_bytes()
         except OSError as exc:
             raise UserError(f"indexer.client_ca: {settings.client_ca}: {exc.strerror or exc}") from None
-    return None if certificate is None else tls.given(certificate, settings.client_ca)
+    return None if certificate is None else Given(certificate, settings.client_ca).credentials()
 
 
 def main(args: Sequence[str]) -> int:

@@ -16,12 +16,12 @@ import grpc
 import msgspec
 
 from gateway.errors import UserError
-from gateway.extproc.health import health_handler
+from gateway.extproc.on_grpcio import health_handler
 from gateway.indexservice.publisher import Publisher, knowledge
 from gateway.indexservice.questions import BadQuestion, prompt_of
 from gateway.indexservice.wire import holding, sections
 from gateway.pb import indexer_pb2 as pb
-from gateway.rpc import host_port, listen
+from gateway.rpc import bind, host_port
 from indexer import Holder, PrefixIndex
 
 _log = logging.getLogger(__name__)
@@ -90,16 +90,23 @@ class IndexServer:
     async def start(self) -> None:
         """Raises UserError where it cannot listen."""
         settings = self._settings
-        handlers = [self._handler(), health_handler(self.is_serving)]
         if settings.port is not None:
-            address = host_port(settings.host, settings.port)
-            server, self.port = await listen(handlers, address, settings.credentials, _OPTIONS)
-            self._servers.append(server)
+            self.port = await self._listen(host_port(settings.host, settings.port), settings.credentials)
         if settings.socket is not None:
             _clear_socket(settings.socket)
-            server, _ = await listen(handlers, f"unix:{settings.socket}", None, _OPTIONS)
-            self._servers.append(server)
+            await self._listen(f"unix:{settings.socket}", None)
         _log.info("the index is served on port %s, socket %s", self.port or "none", settings.socket or "none")
+
+    async def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        server = grpc.aio.server(options=_OPTIONS)
+        server.add_generic_rpc_handlers([self._handler(), health_handler(self.is_serving)])
+        try:
+            bound = bind(server, address, credentials)
+        except OSError:
+            raise UserError(f"cannot listen on {address}: it is in use, or not an address of this machine") from None
+        await server.start()
+        self._servers.append(server)
+        return bound
 
     def is_serving(self) -> bool:
         return self._ready() and not self.draining

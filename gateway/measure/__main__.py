@@ -1,7 +1,7 @@
 """`python -m gateway.measure front MODEL ROUNDS` and `... stall MODEL WINDOWS WINDOW_S`: one JSON object on stdout.
 
 `... indexer WORKERS BLOCKS SECONDS` does so too, beside a process of `... serve-indexer WORKERS BLOCKS SOCKET`.
-`... picker PORT seen|unseen ENDPOINT...` serves the picker of `python -m bench epp` until it is told to stop.
+`... picker PORT seen|unseen fast|grpcio ENDPOINT...` is the picker of `python -m bench epp` until it is told to stop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(args: Sequence[str]) -> None:
         tune_interpreter()
         return serve_indexer(int(args[1]), int(args[2]), args[3])
     if args[0] == "picker":
-        return serve_picker(int(args[1]), args[2] == "seen", args[3:])
+        return serve_picker(int(args[1]), args[2] == "seen", "fast" if args[3] == "fast" else "grpcio", args[4:])
     if args[0] == "indexer":
         tune_interpreter()
         measured, of = measure_indexer(int(args[1]), int(args[2]), float(args[3]))
