@@ -8,6 +8,7 @@ that reading began: whatever the reading missed or had already, the last change 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from threading import Lock
 
 import msgspec
@@ -50,10 +51,15 @@ class Change(msgspec.Struct, kw_only=True):
 
 
 def digest_of(state: HolderState) -> tuple[int, int]:
-    """(blocks, their keys summed up by tier) of one holder. Its owner holds the lock."""
+    """(blocks, their keys summed up by tier) of one holder, which does not change meanwhile.
+
+    Some at a time, as other threads stand still while a builtin runs.
+    """
     n_blocks, total = state.entries, 0
     for entries in state.all_maps():
-        total += (entries.tier + 1) * sum(entries.own.values())
+        keys = iter(entries.own.values())
+        while part := list(islice(keys, MOST_KEYS)):
+            total += (entries.tier + 1) * sum(part)
     for tier, shared in enumerate(state.shared):
         n_blocks -= sum(shared.values())
         total -= (tier + 1) * sum(key * more for key, more in shared.items())

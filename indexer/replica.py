@@ -55,17 +55,19 @@ class Replica(PrefixIndex):
             self._store(holder, change)
         if self._table.retired:
             self.sweep(4 * SLICE_BLOCKS)
-        return change.digest is None or change.digest == self.digest(holder)
+        return change.digest is None or change.digest == self._undisturbed_digest(holder)
 
     def replace(self, holder: Holder, changes: Sequence[Change]) -> None:
         """It holds what `changes` store (see `Journal.read`) and nothing else. Raises ValueError, as `take`."""
         for tier in range(len(TIER_NAMES)):
-            wanted = set().union(*(change.stored for change in changes if change.tier == tier))
+            wanted: set[int] = set()
+            for change in changes:
+                if change.tier == tier:
+                    wanted.update(change.stored)
             with self._lock:
                 state = self._table.states.get(holder)
-                maps = [] if state is None else [m for m in state.all_maps() if m.tier == tier]
-                stale = [key for entries in maps for key in entries.own if key not in wanted]
-            self._remove(holder, tier, stale)
+                maps = [] if state is None else [list(m.own) for m in state.all_maps() if m.tier == tier]
+            self._remove(holder, tier, [key for own in maps for key in own if key not in wanted])
         for change in changes:
             self._store(holder, change)
 
@@ -77,10 +79,19 @@ class Replica(PrefixIndex):
             self._forget(holder)
 
     def digest(self, holder: Holder) -> tuple[int, int]:
-        """(blocks, their keys summed up by tier)"""
-        with self._lock:
-            state = self._table.states.get(holder)
-            return (0, 0) if state is None else digest_of(state)
+        """(blocks, their keys summed up by tier). For the thread that changes it, so that lookups need not wait.
+
+        Raises RuntimeError where `drop` comes in between.
+        """
+        state = self._table.states.get(holder)
+        return (0, 0) if state is None else digest_of(state)
+
+    def _undisturbed_digest(self, holder: Holder) -> tuple[int, int]:
+        while True:
+            try:
+                return self.digest(holder)
+            except RuntimeError:  # Which the next time finds dropped.
+                continue
 
     def _learn(self, worker: str, adapter: str) -> None:
         with self._lock:

@@ -31,6 +31,7 @@ from scorer.types import RequestFacts
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _POLL_TIMEOUT_S = 2.0
+_LEAST_WAIT_S = 0.02
 _GRACE_S = 2.0
 _LATE_S = 2.0
 """So long an answer is still waited for, if not by the request."""
@@ -40,6 +41,10 @@ _CLOSE_S = 5.0
 
 _Name = tuple[bytes, str | None, str | None, str | None]
 """(digest of the token ids, cache salt, model, adapter)"""
+
+
+class _Unready(Exception):
+    """It has said so itself."""
 
 
 class _Answer(msgspec.Struct):
@@ -238,12 +243,14 @@ class QueryLink:
                 wait_s = _POLL_S
             except grpc.aio.AioRpcError as exc:
                 wait_s = await self._lost(f"{exc.code().name}: {exc.details()}")
+            except _Unready as exc:
+                wait_s = await self._lost(str(exc))
             except Exception as exc:
                 _log.exception("unexpected while asking the indexer how it is; going on")
                 wait_s = await self._lost(type(exc).__name__) + _POLL_S
             self._look_now.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look_now.wait(), max(wait_s, 0.001))
+                await asyncio.wait_for(self._look_now.wait(), max(wait_s, _LEAST_WAIT_S))
 
     async def _look(self) -> None:
         channel = self._channel
@@ -258,6 +265,8 @@ class QueryLink:
             f"/{SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
         )
         stats = await method(pb.StatsRequest(), timeout=_POLL_TIMEOUT_S)
+        if not stats.ready:
+            raise _Unready("it is still catching up, or going down")
         if not self.is_live:
             _log.info("asking the indexer at %s", self.address)
         before, self._index.held = self._index.held, {(it.worker, it.rank): it for it in stats.holders}

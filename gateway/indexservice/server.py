@@ -169,6 +169,7 @@ class IndexServer:
             version=self._version,
             index_bytes=index.bytes_used(),
             watchers=self.counts.watchers,
+            ready=self.is_serving(),
         )
         for worker, rank in sorted({*held, *publisher.feeds}):
             feed, tokens = publisher.feeds.get((worker, rank)), held.get((worker, rank), {})

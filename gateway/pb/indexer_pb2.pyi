@@ -233,7 +233,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("instance", "sequence", "version", "index_bytes", "entries", "watchers", "holders")
+    __slots__ = ("instance", "sequence", "version", "index_bytes", "entries", "watchers", "holders", "ready")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +241,7 @@ class StatsResponse(_message.Message):
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     WATCHERS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     instance: str
     sequence: int
     version: str
@@ -248,7 +249,8 @@ class StatsResponse(_message.Message):
     entries: int
     watchers: int
     holders: _containers.RepeatedCompositeFieldContainer[HolderStats]
-    def __init__(self, instance: _Optional[str] = ..., sequence: _Optional[int] = ..., version: _Optional[str] = ..., index_bytes: _Optional[int] = ..., entries: _Optional[int] = ..., watchers: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderStats, _Mapping]]] = ...) -> None: ...
+    ready: bool
+    def __init__(self, instance: _Optional[str] = ..., sequence: _Optional[int] = ..., version: _Optional[str] = ..., index_bytes: _Optional[int] = ..., entries: _Optional[int] = ..., watchers: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderStats, _Mapping]]] = ..., ready: bool = ...) -> None: ...
 
 class HolderStats(_message.Message):
     __slots__ = ("worker", "rank", "knowledge", "feed", "gpu_tokens", "cpu_tokens", "disk_tokens", "resident_blocks")
