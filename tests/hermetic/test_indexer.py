@@ -20,9 +20,11 @@ from gateway.indexservice.wire import packed
 from gateway.pb import health_pb2
 from gateway.pb import indexer_pb2 as pb
 from gateway.run import Gateway
+from indexer import decode_batch
 from indexer.keys import chain, root
 from tests.support.gateway_world import engine, until
 from tests.support.indexer_world import Fleet, IndexerProcess, address, ask, channel, digests
+from tests.support.wire import stored
 
 
 def prompt(seed: int, n_tokens: int = 256) -> list[int]:
@@ -353,3 +355,32 @@ async def test_a_picker_behind_envoy_goes_by_it_too() -> None:
         async with Epp(config) as epp:
             await until(lambda: digests(epp.core.index) == digests(indexer.core.index) != {})
             await until(lambda: all(w.publishes_events for w in epp.core.fleet.workers.values()))
+
+
+async def to_the_end(call) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer(write_timeout_s=1.0)
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: gateway.core.link.is_live)
+        async with channel(address(indexer)) as it:
+            watch = it.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
+            call = watch(pb.WatchRequest())
+            await call.read()
+            index, n = indexer.core.index, 0
+            while not indexer.server.counts.cut:
+                assert n < 4_000_000
+                for _ in range(200):
+                    hashes = list(range(n, n + 128))
+                    index.apply("x", 0, decode_batch(stored(hashes, hashes, block_size=1)))
+                    n += 128
+                await asyncio.sleep(0.05)
+            with pytest.raises(grpc.aio.AioRpcError) as cut:
+                await to_the_end(call)
+        assert cut.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OUT_OF_RANGE)
+        await is_copied(indexer, gateway)
+        assert not gateway.core.ingest.counters().get("copy_cut_off")
