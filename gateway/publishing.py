@@ -36,6 +36,7 @@ class Publishing:
         self._told: set[tuple[str, int]] = set()
         """Ranks whose silence is in the log."""
         self._told_refused: set[str] = set()
+        self._link = link
         self.ingest: Intake = self._own(events) if link is None else link
         if link is not None:
             link.on_news, link.on_clear = self._news, self._index_cleared
@@ -148,7 +149,7 @@ class Publishing:
         worker.publishes_events = publishing
         if publishing:
             self._planner.holdings.approximate.clear(worker.name)  # From now on its own events speak for it.
-        else:
+        elif self._link is None or not self._link.is_stale:  # Which is told once, and not for each worker.
             _log.warning("the KV events of %s stopped; what it is sent is assumed to be cached instead", worker.name)
 
     def _batch_arrived(self, worker: str, rank: int, batch: EventBatch) -> None:
