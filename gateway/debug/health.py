@@ -57,6 +57,7 @@ DEGRADATIONS = (
     "bodies_unseen",
     "outcomes_missing",
     "leader_unknown",
+    "traces_lost",
 )
 
 

@@ -23,7 +23,6 @@ from gateway.indexservice.server import IndexServer, Settings
 from gateway.proxy.server import HttpServer
 from gateway.publishing import EVENTS_UP
 from gateway.service import Service, known_workers, run, with_policy
-from gateway.sidecar.hints import no_hints
 from gateway.tls import ServingCertificate
 
 _NOTICED_S = 2.0
@@ -36,6 +35,7 @@ class Indexer(Service):
     """gRPC, /metrics beside it, and /debug on the admin port. No request is decided here."""
 
     foreign_sections = ("sidecar", "epp", "queue", "tenancy", "pd", "scorer", "tokens")
+    hears_clients = False
 
     def __init__(self, config: Config) -> None:
         """Raises UserError."""
@@ -45,7 +45,7 @@ class Indexer(Service):
         core = Core(with_policy(config, "local"), tokenizes=False)
         super().__init__(
             core,
-            no_hints,
+            None,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
             controlled=lambda: sorted(core.fleet.workers),
