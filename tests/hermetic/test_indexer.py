@@ -16,11 +16,11 @@ import trustme
 from gateway.config.schema import EppConfig, IndexConfig, IndexServiceConfig, TlsConfig
 from gateway.epp.run import Epp
 from gateway.indexservice.server import SERVICE
-from gateway.indexservice.wire import packed
+from gateway.indexservice.wire import change_of, packed, section_changes
 from gateway.pb import health_pb2
 from gateway.pb import indexer_pb2 as pb
 from gateway.run import Gateway
-from indexer import decode_batch
+from indexer import Replica, decode_batch
 from indexer.keys import chain, root
 from tests.support.gateway_world import engine, until
 from tests.support.indexer_world import Fleet, IndexerProcess, address, ask, channel, digests
@@ -384,3 +384,30 @@ async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
         assert cut.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OUT_OF_RANGE)
         await is_copied(indexer, gateway)
         assert not gateway.core.ingest.counters().get("copy_cut_off")
+
+
+async def test_a_snapshot_is_whole_and_ends() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        indexer = await fleet.indexer()
+        for n in range(0, 80_000, 128):
+            hashes = list(range(n, n + 128))
+            indexer.core.index.apply("x", 0, decode_batch(stored(hashes, hashes, block_size=1)))
+        replica, parts, ended = Replica(), [], None
+        async with channel(address(indexer)) as it:
+            snapshot = it.unary_stream(
+                f"/{SERVICE}/Snapshot", pb.SnapshotRequest.SerializeToString, pb.Update.FromString
+            )
+            async for update in snapshot(pb.SnapshotRequest()):
+                assert ended is None
+                assert update.ByteSize() < 1 << 20
+                for section in update.sections:
+                    parts = section_changes(section) if section.first else [*parts, *section_changes(section)]
+                    if section.last:
+                        replica.replace((section.worker, section.rank), parts)
+                for delta in update.deltas:
+                    for change in delta.changes:
+                        if not change.HasField("feed"):
+                            replica.take(change_of(change))
+                ended = update.end if update.HasField("end") else None
+        assert ended is not None
+        assert digests(replica) == digests(indexer.core.index) != {}
