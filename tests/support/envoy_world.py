@@ -54,7 +54,7 @@ class Loop:
 
 class Pods:
     """Engines on ports of their own. A path's query says how one answers: `?sse=N&gap=S`, `?trailers`, `?big=N`,
-    `?early=STATUS`; otherwise it is JSON that tells what arrived.
+    `?early=STATUS`; otherwise it is JSON that tells what arrived. A WebSocket gets back what it sends.
     """
 
     def __init__(self, number: int = 2) -> None:
@@ -93,6 +93,13 @@ class Pods:
         start = f"HTTP/1.1 200 OK\r\nx-served-by: 127.0.0.1:{port}\r\n"
         if "early" in query:
             writer.write(f"HTTP/1.1 {query['early'][0]} No\r\ncontent-length: 2\r\n\r\nno".encode())
+            return False
+        if one.get("upgrade", "").lower() == "websocket":
+            switched = start.replace("200 OK", "101 Switching Protocols")
+            writer.write((switched + "upgrade: websocket\r\nconnection: upgrade\r\n\r\n").encode())
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
             return False
         body, trailers = await _body(reader, one)
         if "sse" in query:
