@@ -260,7 +260,8 @@ class _Picking:
             self._record.prefill = plan.chosen.prefill[0]
         headers = carrying.plan_headers(plan, flight.facts, worker, shared.places, self._number)
         others = carrying.fallbacks(plan, shared.places, self._picker._settings.fallback_endpoints)
-        pick = self._pick((endpoint, *others), headers, body, rename)
+        scores = carrying.scores(plan, shared.places) if self._picker._settings.emit_scores else {}
+        pick = self._pick((endpoint, *others), headers, body, rename, scores)
         watch = Watched(
             shared,
             self._record,
@@ -302,7 +303,12 @@ class _Picking:
         return endpoint
 
     def _pick(
-        self, endpoints: tuple[str, ...], headers: dict[str, str], body: bytes, rename: tuple[str, str] | None
+        self,
+        endpoints: tuple[str, ...],
+        headers: dict[str, str],
+        body: bytes,
+        rename: tuple[str, str] | None,
+        scores: dict[str, float] | None = None,
     ) -> Callable[..., Pick]:
         """The pick but for its watch, which exists only when nothing can go wrong any more."""
         asked = self._ask.headers
@@ -319,6 +325,7 @@ class _Picking:
             rename=rename,
             hide_headers=() if self._parts.response_headers else (OUTCOME_HEADER,),
             served_header=SERVED_FOR_TEST if self._picker._settings.conformance else None,
+            scores=scores or {},
         )
 
     def _note_overhead(self) -> None:

@@ -121,6 +121,18 @@ async def test_fallbacks_are_the_plans_next_best() -> None:
         pick.watch.aborted()
 
 
+async def test_case_20_scores_of_the_candidates_are_told_where_they_are_asked_for() -> None:
+    async with Pool(P(kv=0.1), P(queue=5, kv=0.5), epp=EppConfig(emit_scores=True)) as pool:
+        pick = await pool.picked(request())
+        assert set(pick.scores) == {pool.endpoint(0), pool.endpoint(1)}
+        assert 0 < pick.scores[pool.endpoint(1)] < pick.scores[pool.endpoint(0)] <= 1
+        pick.watch.aborted()
+    async with Pool(P(kv=0.1), P(queue=5, kv=0.5)) as pool:
+        pick = await pool.picked(request())
+        assert pick.scores == {}
+        pick.watch.aborted()
+
+
 async def test_a_body_goes_on_byte_by_byte_and_numbers_keep_their_spelling() -> None:
     raw = b'{ "model":"old","prompt":"x", "temperature": 1.0e0, "seed":12345678901234567890 }'
     async with Pool(P(), epp=EppConfig(rewrites=("old=foo",))) as pool:
