@@ -19,9 +19,10 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 from multidict import CIMultiDict
 
+from gateway import form
 from gateway.config.schema import EppConfig
 from gateway.epp import carrying
-from gateway.epp.control import CHOSEN_BY_TEST, SERVED_FOR_TEST, Control, not_for_workers, read_control
+from gateway.epp.control import CHOSEN_BY_TEST, REWRITE, SERVED_FOR_TEST, Control, not_for_workers, read_control
 from gateway.epp.objectives import DEFAULT, Objectives
 from gateway.epp.parts import EppParts
 from gateway.epp.refusals import refusal
@@ -50,6 +51,7 @@ _ids = count(1)
 _WITHOUT_PROMPT = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 _UNKNOWN = Route(frozenset(), queued=False)
 _CANCEL = "/cancel"
+_ACCEPTS = "accept-encoding"
 
 FindHolder = Callable[[str, Mapping[str, str]], Awaitable[Place]]
 
@@ -126,8 +128,14 @@ class PlannedPicker:
         """
         if control.model is None and not self._rewrites:
             return body, None
+        if control.model is not None and not _is_text(control.model):
+            no_text = BadRequest("The header that names the model is not UTF-8.", param=REWRITE[0])
+            raise steps.bad_request(self._parts, no_text)
         if is_encoded(headers):
             return body, None
+        content_type = headers.get("content-type", "")
+        if content_type[:10].lower() == "multipart/":
+            return self._renamed_form(content_type, body, control)
         if not is_takeable(body):
             too_many = BadRequest("The request body has too many members.", code="invalid_json")
             raise steps.bad_request(self._parts, too_many)
@@ -141,6 +149,18 @@ class PlannedPicker:
         if target == asked:
             return body, None
         return with_member(body, "model", msgspec.json.encode(target)), (target, asked)
+
+    def _renamed_form(self, content_type: str, body: bytes, control: Control) -> tuple[bytes, tuple[str, str] | None]:
+        asked = form.fields(content_type, body, frozenset({"model"})).get("model")
+        if asked is None or not (asked or control.model):
+            return body, None
+        target = control.model or self._rewrites.target(asked, self._parts.rng)
+        if target == asked:
+            return body, None
+        try:
+            return form.with_field(content_type, body, "model", target), (target, asked)
+        except ValueError as exc:
+            raise steps.bad_request(self._parts, BadRequest(f"The model's name is {exc}.", param="model")) from None
 
 
 class _Picking:
@@ -316,6 +336,8 @@ class _Picking:
             headers["x-request-id"] = self._record.request_id
         removed = [name for name in not_for_workers(asked) if name not in headers]
         removed += [name.lower() for name in asked if name not in self._headers]  # Who it is stays here.
+        if rename is not None and _ACCEPTS in asked:
+            removed.append(_ACCEPTS)  # In what is compressed no name can be put back.
         return partial(
             Pick,
             endpoints=endpoints,
@@ -344,6 +366,15 @@ def route_of(path: str) -> Route:
         return route
     ends = [known for known in ROUTES if path.endswith(known)]
     return ROUTES[max(ends, key=len)] if ends else _UNKNOWN
+
+
+def _is_text(value: str) -> bool:
+    """Other bytes of a header come as lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _with_control(facts: RequestFacts, tenant: str | None, priority: int | None) -> RequestFacts:

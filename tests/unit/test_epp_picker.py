@@ -142,6 +142,35 @@ async def test_a_body_goes_on_byte_by_byte_and_numbers_keep_their_spelling() -> 
         pick.watch.aborted()
 
 
+FORM = (
+    b'--B\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nRIFF\r\n'
+    b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nold\r\n--B--\r\n'
+)
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-llm-d-model-name-rewrite": "foo"}])
+async def test_the_model_of_a_form_is_rewritten_too(headers: dict[str, str]) -> None:
+    epp = EppConfig(rewrites=() if headers else ("old=foo",))
+    asked = request(
+        path="/v1/audio/transcriptions",
+        raw=FORM,
+        headers={"content-type": "multipart/form-data; boundary=B", **headers},
+    )
+    async with Pool(P(), epp=epp) as pool:
+        pick = await pool.picked(asked)
+        assert pick.body == FORM.replace(b"\r\nold\r\n", b"\r\nfoo\r\n")
+        assert pick.rename == ("foo", "old")
+        pick.watch.aborted()
+
+
+@pytest.mark.parametrize(("model", "asks"), [("old", False), ("foo", True)])
+async def test_who_is_to_be_told_another_name_gets_it_uncompressed(model: str, asks: bool) -> None:
+    async with Pool(P(), epp=EppConfig(rewrites=("old=foo",))) as pool:
+        pick = await pool.picked(request(model=model, headers={"Accept-Encoding": "gzip"}))
+        assert ("accept-encoding" not in pick.remove_headers) == asks
+        pick.watch.aborted()
+
+
 async def test_transfer_params_of_clients_do_not_pass() -> None:
     async with Pool(P()) as pool:
         pick = await pool.picked(request(kv_transfer_params={"remote_host": "192.0.2.1"}))
@@ -187,6 +216,26 @@ async def test_the_header_beats_the_rules() -> None:
         pick = await pool.picked(request(model="m", headers={"x-llm-d-model-name-rewrite": "b"}))
         assert pick.rename == ("b", "m")
         pick.watch.aborted()
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("x-llm-d-model-name-rewrite", 400),
+        ("x-llm-d-inference-objective", None),
+        ("x-llm-d-inference-fairness-id", None),
+        ("x-session-id", None),
+        ("x-request-id", None),
+    ],
+)
+async def test_bytes_that_are_no_text_in_a_header_are_no_fault_of_ours(name: str, status: int | None) -> None:
+    async with Pool(P()) as pool:
+        asked = request(headers={name: "\udcff"})
+        if status is not None:
+            await pool.expect_refusal(asked, status)
+        else:
+            (await pool.picked(asked)).watch.aborted()
+        assert pool.is_idle()
 
 
 async def test_the_objective_is_the_place_in_the_queue() -> None:
