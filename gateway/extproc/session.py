@@ -26,8 +26,8 @@
 #   STREAMED, NONE        the head's answer is the last that may change the head, before any of the body is seen: such
 #                         requests are decided blindly. Chunks are then let pass.
 #
-# A WebSocket, and a CONNECT, has no body that ends before it is answered: it is decided by its head in every mode, and
-# what either side says then passes.
+# A WebSocket, and a CONNECT, has no body that ends before it is answered: it is decided by its head, and what either
+# side says then passes. A proxy that buffers would wait for ever; there it is refused.
 #
 # A body is whole when its message says so, when trailers come, or when it is as long as its Content-Length. The end
 # itself often comes in an empty message of its own, and is answered by one. Of a body over the limit nothing more is
@@ -45,7 +45,7 @@ from typing import NamedTuple
 from multidict import CIMultiDict
 
 from gateway.extproc import wire
-from gateway.extproc.refusals import none_allowed, too_large
+from gateway.extproc.refusals import endless, none_allowed, too_large
 from gateway.extproc.rename import Renamer
 from gateway.extproc.told import Told
 from gateway.extproc.types import Ask, Pick, Refusal
@@ -214,6 +214,8 @@ class Session:
         self._whole = message.request_headers.end_of_stream
         self._is_tunnel = not self._whole and _is_tunnel(self._head)
         self._has_body = not self._whole and not self._is_tunnel
+        if self._is_tunnel and self._bodies.at_once:
+            return self._refuse(endless())
         if not self._has_body or not self._bodies.shown:
             return self._ask(blind=self._has_body)
         self._request, self._answered_by = _Request.BODY, _REQUEST_BODY

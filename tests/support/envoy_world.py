@@ -54,7 +54,8 @@ class Loop:
 
 class Pods:
     """Engines on ports of their own. A path's query says how one answers: `?sse=N&gap=S`, `?trailers`, `?big=N`,
-    `?early=STATUS`; otherwise it is JSON that tells what arrived. A WebSocket gets back what it sends.
+    `?early=STATUS`, `?say=HEX&say=HEX...` (a chunk each; `&status=N&kind=CONTENT-TYPE&coding=gzip`); otherwise it is
+    JSON that tells what arrived. A WebSocket gets back what it sends.
     """
 
     def __init__(self, number: int = 2) -> None:
@@ -113,6 +114,16 @@ class Pods:
                     self.hung_up.add(one.get(CASE, ""))
                     return False
             writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        elif "say" in query:
+            start = start.replace("200 OK", f"{query.get('status', ['200'])[0]} Said")
+            said = {"content-type": query.get("kind", [""])[0], "content-encoding": query.get("coding", [""])[0]}
+            start += "".join(f"{name}: {value}\r\n" for name, value in said.items() if value)
+            writer.write((start + "transfer-encoding: chunked\r\n\r\n").encode())
+            for piece in query["say"]:
+                writer.write(b"%x\r\n%s\r\n" % (len(piece) // 2, bytes.fromhex(piece)))
+                await writer.drain()
+                await asyncio.sleep(0.002)  # Or Envoy would see one piece.
+            writer.write(b"0\r\n\r\n")
         elif "trailers" in query:
             writer.write((start + "trailer: x-t\r\ntransfer-encoding: chunked\r\n\r\n").encode())
             writer.write(b"2\r\n{}\r\n0\r\nx-t: of the pod\r\n\r\n")

@@ -15,7 +15,7 @@ from tests.support.extproc import (
 )
 
 UPGRADE = (("connection", "upgrade"), ("upgrade", "WebSocket"))
-MODES = [pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL, pb.STREAMED, pb.NONE]
+MODES = [pb.FULL_DUPLEX_STREAMED, pb.STREAMED, pb.NONE]
 FD = (pb.FULL_DUPLEX_STREAMED, pb.FULL_DUPLEX_STREAMED)
 
 
@@ -31,6 +31,14 @@ def test_a_websocket_is_decided_by_its_head_and_that_is_not_blind(mode: pb.BodyS
     assert (talk.ask.blind, talk.ask.body, talk.ask.headers["upgrade"]) == (False, b"", "WebSocket")
     (answer,) = talk.pick()
     assert destinations(answer) == (POD, POD)
+
+
+@pytest.mark.parametrize("mode", [pb.BUFFERED, pb.BUFFERED_PARTIAL])
+def test_a_proxy_that_would_wait_for_its_end_is_told_so(mode: pb.BodySendMode) -> None:
+    talk = Talk()
+    (answer,) = talk.feed(request_head(*UPGRADE, modes=(mode, mode), method="GET", path="/v1/realtime"))
+    assert answer.immediate_response.status.code == 501
+    assert b"request_body_mode" in answer.immediate_response.body
 
 
 def test_connect_is_decided_by_its_head() -> None:
