@@ -153,8 +153,8 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> tuple[
 
 class Obedient:
     """A picker that does what a request's header `x-do` says: nothing (the first pod), `pod=N`, `at=ENDPOINTS`, `503`,
-    `429`, `raise`, `hang`, `sleep=S`, `body=BYTES`, `rename`, `bad-header`, `set=JSON` (headers). What became of each
-    case is in `watches`.
+    `429`, `raise`, `hang`, `sleep=S`, `body=BYTES`, `rename`, `bad-header`, `set=JSON` (headers), `scores`. What became
+    of each case is in `watches`.
     """
 
     def __init__(self, pods: Pods) -> None:
@@ -186,6 +186,7 @@ class Obedient:
             set_headers=_headers(do, how),
             body=b"b" * int(how) if do == "body" else None,
             rename=("served", "asked") if do == "rename" else None,
+            scores=dict.fromkeys(allowed, 0.5) if do == "scores" else {},
         )
 
 
