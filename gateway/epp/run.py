@@ -72,6 +72,7 @@ class Epp(Service):
             controlled=lambda: sorted(core.fleet.workers),
         )
         metrics = self._metrics = EppMetrics(core.metrics.registry)
+        metrics.leads.set(self.elector is None)
         self.unseen = Unseen(core.fleet.workers, metrics, config.gateway.request_timeout_s)
         self.picker = PlannedPicker(
             EppParts(

@@ -75,6 +75,7 @@ async def health(epp: Epp, service: str) -> int:
 async def test_pods_priorities_and_rewrites_are_the_pools(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         (epp,) = cluster.pickers
+        assert epp.core.metrics.registry.get_sample_value("warmroute_epp_leads") == 1
         await until(lambda: len(epp.objectives) and epp.rewrites)
         assert epp.objectives.priority("batch") == -1
         pick = await epp.picker.pick(request(model="nick").ask())
@@ -98,6 +99,7 @@ async def test_of_two_replicas_one_is_ready_and_the_other_takes_over(tmp_path: P
     async with Cluster(tmp_path, replicas=2) as cluster:
         first, second = cluster.pickers
         await until(lambda: first.elector is not None and first.elector.leads)
+        assert [epp.core.metrics.registry.get_sample_value("warmroute_epp_leads") for epp in (first, second)] == [1, 0]
         assert [await health(epp, "readiness") for epp in (first, second)] == [1, 2]
         assert [await health(epp, "liveness") for epp in (first, second)] == [1, 1]
         await first.drain(0.0)
