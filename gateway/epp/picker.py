@@ -52,6 +52,7 @@ _WITHOUT_PROMPT = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 _UNKNOWN = Route(frozenset(), queued=False)
 _CANCEL = "/cancel"
 _ACCEPTS = "accept-encoding"
+_LONGEST_MODEL = 1024
 
 FindHolder = Callable[[str, Mapping[str, str]], Awaitable[Place]]
 
@@ -143,19 +144,26 @@ class PlannedPicker:
             asked = msgspec.json.decode(split(body).get("model", msgspec.Raw(b"null")))
         except (NotAnObject, msgspec.MsgspecError, UnicodeError):
             return body, None
-        if not isinstance(asked, str) or (not asked and control.model is None):
-            return body, None
-        target = control.model or self._rewrites.target(asked, self._parts.rng)
-        if target == asked:
+        target = self._target(asked, control)
+        if target is None:
             return body, None
         return with_member(body, "model", msgspec.json.encode(target)), (target, asked)
 
-    def _renamed_form(self, content_type: str, body: bytes, control: Control) -> tuple[bytes, tuple[str, str] | None]:
-        asked = form.fields(content_type, body, frozenset({"model"})).get("model")
-        if asked is None or not (asked or control.model):
-            return body, None
+    def _target(self, asked: object, control: Control) -> str | None:
+        """The model that is to serve; None: the one that is asked for. Raises ApiError."""
+        if not isinstance(asked, str) or (not asked and control.model is None):
+            return None
         target = control.model or self._rewrites.target(asked, self._parts.rng)
         if target == asked:
+            return None
+        if len(asked) > _LONGEST_MODEL:  # It would come back with every token.
+            raise steps.bad_request(self._parts, BadRequest("The model's name is too long.", param="model"))
+        return target
+
+    def _renamed_form(self, content_type: str, body: bytes, control: Control) -> tuple[bytes, tuple[str, str] | None]:
+        asked = form.fields(content_type, body, frozenset({"model"})).get("model")
+        target = self._target(asked, control)
+        if asked is None or target is None:
             return body, None
         try:
             return form.with_field(content_type, body, "model", target), (target, asked)

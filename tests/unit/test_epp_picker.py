@@ -389,6 +389,17 @@ async def test_a_websocket_is_refused_where_it_cannot_be_salted() -> None:
         await pool.expect_refusal(get("/v1/realtime", headers={"x-tenant": "a"}), 400)
 
 
+@pytest.mark.parametrize(("length", "status"), [(1024, None), (1025, 400), (1 << 20, 400)])
+async def test_a_name_that_would_come_back_with_every_token_is_bounded(length: int, status: int | None) -> None:
+    async with Pool(P(), epp=EppConfig(rewrites=("old=foo",))) as pool:
+        asked = request(model="m" * length, headers={"x-llm-d-model-name-rewrite": "foo"})
+        if status is None:
+            (await pool.picked(asked)).watch.aborted()
+        else:
+            await pool.expect_refusal(asked, status)
+        assert pool.is_idle()
+
+
 async def test_a_body_of_a_million_members_is_not_taken_apart_to_rename_its_model() -> None:
     body = b'{"model":"front",' + b",".join(b'"k%d":1' % i for i in range(150_000)) + b"}"
     async with Pool(P(), epp=EppConfig(rewrites=(f"front={BASE}",))) as pool:
