@@ -75,10 +75,13 @@ class PickerServer:
 
     async def drain(self, least_s: float, most_s: float) -> int:
         """Health says NOT_SERVING from now on, while requests are served as before: a proxy needs a few checks to see
-        it. Ends after `least_s` once no stream is left, at the latest after `most_s`; returns how many are left.
+        it. One that makes none (it has a single address for all replicas) is asked after `least_s` to connect anew.
+        Ends then once no stream is left, at the latest after `most_s`; returns how many are left.
         """
         self.draining = True
         await asyncio.sleep(min(least_s, most_s))
+        for port in self._ports:
+            port.retire()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._shared.idle.wait(), most_s - least_s)
         return self.counts.open

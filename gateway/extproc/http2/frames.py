@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
-LARGEST_WINDOW = (1 << 31) - 1
+LARGEST_WINDOW = LARGEST_ID = (1 << 31) - 1
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 
