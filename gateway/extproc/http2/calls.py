@@ -146,8 +146,8 @@ Method = Callable[[Call], Serving]
 class Calls:
     """Takes the streams of one connection for calls of `methods`, by path.
 
-    A deadline (grpc-timeout) is the client's own to keep: it resets the stream. What is kept of a call is a message that
-    is not whole, of up to `most_bytes`.
+    A deadline (grpc-timeout) is the client's own to keep: it resets the stream. What is kept of a call is a message
+    that is not whole, of up to `most_bytes`.
     """
 
     def __init__(self, methods: Mapping[str, Method], most_bytes: int, flush: Callable[[], None]) -> None:

@@ -335,6 +335,7 @@ class Connection:
         self.begun = True
         if flags & frames.ACK:
             return
+        self.out.append(frames.SETTINGS_ACK)  # Before what they allow: some clients reckon with them from then on.
         for name, value in dict(frames.settings_of(payload)).items():
             if name == frames.INITIAL_WINDOW_SIZE:
                 if value > frames.LARGEST_WINDOW:
@@ -348,7 +349,6 @@ class Connection:
                 self._most_frame = min(value, _FRAME_BYTES)
             elif name == frames.ENABLE_PUSH and value > 1:
                 raise Fault(frames.PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
-        self.out.append(frames.SETTINGS_ACK)
 
     def _ping(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id or len(payload) != 8:
