@@ -185,7 +185,8 @@ class _Link(asyncio.Protocol):
         self._limit = self._loop.call_later(_LEAVE_S, self.cut)
         transport.resume_reading()
         if transport.can_write_eof():
-            transport.write_eof()
+            with contextlib.suppress(OSError):  # It has hung up, and we have not heard of it yet.
+                transport.write_eof()
 
     def _no_first(self) -> None:
         if self._connection is not None and not self._connection.begun:
