@@ -364,3 +364,23 @@ def test_a_client_that_hangs_up_while_we_close_changes_nothing(run: Run) -> None
             await until(lambda: not server.listener._links)
 
     run(test())
+
+
+def test_a_proxy_that_is_set_up_wrongly_is_told_of_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener_module, "_said", {""})
+
+    async def test() -> None:
+        async with serving() as server:
+            for says in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01") * 3:
+                reader, writer = await server.connect()
+                writer.write(says)
+                await reader.read()
+                writer.close()
+            await server.is_echoing()
+
+    run(test())
+    assert caplog.text.count("this is not HTTP/2") == 1
+    assert caplog.text.count("this is TLS, and plain HTTP/2 is expected") == 1
+    assert len(caplog.records) == 2

@@ -42,6 +42,8 @@ _BLOCK_BYTES = 1 << 16
 """Of one request's headers, compressed; and of what they become."""
 _MOST_KNOWN, _KNOWN_BYTES, _KNOWN_FIELDS = 256, 2048, 64
 """Header blocks that are decoded once; longer ones, or of more fields, always are."""
+_TLS = b"\x16"
+"""The first byte of a TLS handshake."""
 _EMPTY_TABLE = b"\x20"
 """A header block's first byte that says so (RFC 7541, 6.3)."""
 _FIRST_WINDOW_BYTES = (1 << 16) - 1
@@ -134,6 +136,8 @@ class Connection:
         ]
         self.streams: dict[int, Sending] = {}
         self.begun = False
+        self.fault = ""
+        """Of the client, for which it is closed."""
         self._last_id = 0
         self._parts: list[bytes] = []
         self._size = 0
@@ -168,7 +172,8 @@ class Connection:
         try:
             left = self._frames(data)
         except Fault as fault:
-            self.close(fault.code, str(fault))
+            self.fault = str(fault)
+            self.close(fault.code, self.fault)
             return
         self._parts = [left] if left else []
         self._size = len(left)
@@ -205,7 +210,8 @@ class Connection:
     def _preface(self, data: bytes) -> int:
         known = frames.PREFACE
         if data[: len(known)] != known[: len(data)]:
-            raise Fault(frames.PROTOCOL_ERROR, "this is not HTTP/2")
+            what = "this is TLS, and plain HTTP/2 is expected" if data[:1] == _TLS else "this is not HTTP/2"
+            raise Fault(frames.PROTOCOL_ERROR, what)
         if len(data) < len(known):
             self._needed = len(known)
             return 0

@@ -64,7 +64,7 @@ class Listener:
 
     def retire(self) -> None:
         """Ask whoever is connected to connect anew, and serve what comes meanwhile."""
-        for link in self._links:
+        for link in list(self._links):
             link.retire()
 
     async def close(self) -> None:
@@ -89,6 +89,16 @@ class Listener:
 
     def disconnected(self, link: _Link) -> None:
         self._links.discard(link)
+
+
+_said = {""}
+
+
+def _say_once(fault: str) -> None:
+    """A proxy that is set up wrongly has the same one with every connection."""
+    if fault not in _said:
+        _said.add(fault)
+        _log.warning("a proxy's connection is closed, and others for the same reason later: %s", fault)
 
 
 class _Link(asyncio.Protocol):
@@ -173,6 +183,7 @@ class _Link(asyncio.Protocol):
             transport.write(b"".join(connection.out))
             connection.out.clear()
         if connection.closed:
+            _say_once(connection.fault)
             self._hang_up(transport)
 
     def _hang_up(self, transport: asyncio.Transport) -> None:
