@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.extproc.http2 import frames
+from gateway.extproc.http2.blocks import Fields
 from gateway.extproc.http2.calls import INTERNAL, Call, Calls
-from gateway.extproc.http2.connection import Connection, Fields, Sending
+from gateway.extproc.http2.connection import Connection, Sending
 from tests.support.http2_talk import ANSWER, GRPC, TRAILERS, Server, Talk, frame, frames_of
 
 cuts = st.lists(st.integers(0, 4000), max_size=30)

@@ -10,7 +10,8 @@ import h2.connection
 import h2.events
 
 from gateway.extproc.http2 import frames
-from gateway.extproc.http2.connection import Connection, Fields, Sending
+from gateway.extproc.http2.blocks import Fields
+from gateway.extproc.http2.connection import Connection, Sending
 
 HEAD = [(":method", "POST"), (":scheme", "http"), (":path", "/a.B/C"), (":authority", "x"), ("te", "trailers")]
 GRPC = [*HEAD, ("content-type", "application/grpc")]

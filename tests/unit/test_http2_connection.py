@@ -10,8 +10,8 @@ import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
+from gateway.extproc.http2 import blocks, frames
 from gateway.extproc.http2 import connection as connection_module
-from gateway.extproc.http2 import frames
 from tests.support.http2_talk import ANSWER, BEGIN, HEAD, TRAILERS, Heard, Server, Talk, echo, frame, frames_of, request
 
 LONG = (5).to_bytes(4, "big")
@@ -276,7 +276,7 @@ def test_equal_blocks_are_decoded_once_without_a_table() -> None:
     for i in range(3, 99, 2):
         server.told(frames.headers(i, block, ends=True))
     assert {heard.fields for heard in server.streams.values()} == {tuple(HEAD)}
-    assert len(server.connection._known) == 2
+    assert len(server.connection._blocks._known) == 2
 
 
 def test_a_table_that_comes_back_makes_equal_blocks_unequal() -> None:
@@ -312,12 +312,12 @@ def test_what_is_known_of_header_blocks_is_bounded() -> None:
     for i in range(3, 2003, 2):
         server.told(frames.headers(i, frames.block((("x", f"{i}"),)), ends=True))
         server.streams[i].sending.end(ANSWER)
-    assert len(server.connection._known) <= connection_module._MOST_KNOWN
-    server.connection._known.clear()
+    assert len(server.connection._blocks._known) <= blocks._MOST_KNOWN
+    server.connection._blocks._known.clear()
     server.told(frames.headers(2003, frames.block((("x", "y" * 3000),)), ends=True))
     server.told(frames.headers(2005, b"\x82" * 1000, ends=True))
     assert len(server.streams[2005].fields) == 1000
-    assert not server.connection._known
+    assert not server.connection._blocks._known
 
 
 @pytest.mark.parametrize("value", [b"\xff\xfe", "ü".encode(), b"a\x00b", b"\xf0\x28\x8c\x28"])

@@ -8,7 +8,8 @@ from typing import Protocol
 from urllib.parse import quote
 
 from gateway.extproc.http2 import frames
-from gateway.extproc.http2.connection import Fields, Sending
+from gateway.extproc.http2.blocks import Fields
+from gateway.extproc.http2.connection import Sending
 from gateway.proxy.errors import log_unexpected
 
 _log = logging.getLogger(__name__)

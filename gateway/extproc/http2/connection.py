@@ -6,15 +6,14 @@
 # written gathers in `out`. A frame is looked at when it is whole; of one that is not, only its parts are kept, none
 # longer than `_FRAME_BYTES`.
 #
-# We ask the client for no header table (HEADER_TABLE_SIZE 0). While it has none, equal header blocks mean equal
-# headers, and those of a proxy are nearly all equal: they are decoded once. Our own blocks use none, which the first of
-# them says.
+# We ask the client for no header table (HEADER_TABLE_SIZE 0), so that equal header blocks mean equal headers. Our own
+# use none, which the first of them says.
 #
 # What comes is given to whoever handles the stream at once, who bounds what is kept of it and may `reset`; the window
 # is then opened again, but not while answers wait for the client's own: who does not read is not read from. What passes
 # its windows and not its socket waits there, in which case the listener stops reading. So a client makes us keep,
 # beside what handlers do: for a stream what one window (`_STREAM_WINDOW_BYTES`) is answered with, for a connection
-# `_MOST_STREAMS` streams, one frame, one header block and its `_known` ones (some MB at most).
+# `_MOST_STREAMS` streams, one frame, one header block and those that are known (some MB at most).
 #
 # Nothing bounds how many streams a client opens and resets (CVE-2023-44487): a proxy whose clients leave does so all
 # day, and each costs no more than one that is used. Nothing of a stream is kept after it.
@@ -27,11 +26,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol
 
-import hpack
-
 from gateway.extproc.http2 import frames
-
-Fields = tuple[tuple[str, str], ...]
+from gateway.extproc.http2.blocks import Fields, HeaderBlocks
+from gateway.extproc.http2.frames import Fault
 
 _FRAME_BYTES = 1 << 16
 """Of frames we take; the answer's parts of a large body are as long."""
@@ -40,8 +37,6 @@ _WINDOW_BYTES = 1 << 26
 _MOST_STREAMS = 1 << 14
 _BLOCK_BYTES = 1 << 16
 """Of one request's headers, compressed; and of what they become."""
-_MOST_KNOWN, _KNOWN_BYTES, _KNOWN_FIELDS = 256, 2048, 64
-"""Header blocks that are decoded once; longer ones, or of more fields, always are."""
 _TLS = b"\x16"
 """The first byte of a TLS handshake."""
 _EMPTY_TABLE = b"\x20"
@@ -60,14 +55,6 @@ class Handler(Protocol):
 
     def lost(self) -> None:
         """The stream is over before we ended it. Nothing more can be sent."""
-
-
-class Fault(Exception):
-    """Of the whole connection, by its RFC 9113 code."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class Sending:
@@ -152,8 +139,7 @@ class Connection:
         """Those that wait for the connection's window, whoever waits longest first."""
         self._first = _EMPTY_TABLE
         self._retired = False
-        self._decoder = hpack.Decoder(max_header_list_size=_BLOCK_BYTES)
-        self._known: dict[bytes, Fields] = {}
+        self._blocks = HeaderBlocks(_BLOCK_BYTES)
         self._block: tuple[int, bool, list[bytes]] | None = None
         """Of a HEADERS frame whose CONTINUATIONs are awaited: stream, whether it ends it, and the parts."""
         self._block_size = 0
@@ -232,7 +218,7 @@ class Connection:
             self._drop(stream, frames.STREAM_CLOSED)
             return
         if flags & frames.PADDED:
-            payload = _unpadded(payload)
+            payload = frames.unpadded(payload)
         stream.taken += size
         if stream.taken > _STREAM_WINDOW_BYTES:
             self._drop(stream, frames.FLOW_CONTROL_ERROR)
@@ -257,7 +243,7 @@ class Connection:
         if not stream_id & 1:
             raise Fault(frames.PROTOCOL_ERROR, "a stream of an even number")
         if flags & frames.PADDED:
-            payload = _unpadded(payload)
+            payload = frames.unpadded(payload)
         if flags & frames.WITH_PRIORITY:
             if len(payload) < 5:
                 raise Fault(frames.FRAME_SIZE_ERROR, "HEADERS are too short for their priority")
@@ -282,7 +268,7 @@ class Connection:
             self._block_of(stream_id, ends, b"".join(parts))
 
     def _block_of(self, stream_id: int, ends: bool, block: bytes) -> None:
-        fields = self._fields(block)
+        fields = self._blocks.fields(block)
         stream = self.streams.get(stream_id)
         if stream is not None:
             if not ends or stream.half_closed:
@@ -305,23 +291,6 @@ class Connection:
         stream.handler = self._accept(stream, fields)
         if ends and not stream.ended:
             stream.handler.half_closed()
-
-    def _fields(self, block: bytes) -> Fields:
-        """Raises Fault: what follows on the connection could not be read either."""
-        # With a table in use a block may depend on others, and others on it: it has to be decoded.
-        known = self._known.get(block) if self._decoder.header_table_size == 0 else None
-        if known is not None:
-            return known
-        try:
-            fields = tuple((_text(name), _text(value)) for name, value in self._decoder.decode(block, raw=True))
-        except (hpack.HPACKError, UnicodeError):
-            raise Fault(frames.COMPRESSION_ERROR, "headers cannot be read") from None
-        small = len(block) <= _KNOWN_BYTES and len(fields) <= _KNOWN_FIELDS
-        if small and self._decoder.header_table_size == 0:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[block] = fields
-        return fields
 
     def _reset(self, stream_id: int, _: int, payload: bytes) -> None:
         if len(payload) != 4:
@@ -497,13 +466,3 @@ _READ: dict[int, Callable[[Connection, int, int, bytes], None]] = {
     frames.WINDOW_UPDATE: Connection._window_update,
     frames.CONTINUATION: Connection._continuation,
 }
-
-
-def _unpadded(payload: bytes) -> bytes:
-    if not payload or payload[0] >= len(payload):
-        raise Fault(frames.PROTOCOL_ERROR, "more padding than payload")
-    return payload[1 : len(payload) - payload[0]]
-
-
-def _text(raw: bytes | str) -> str:
-    return raw if isinstance(raw, str) else raw.decode("latin-1")

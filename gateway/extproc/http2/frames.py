@@ -32,6 +32,15 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX
 )
 SMALLEST_FRAME, LARGEST_FRAME = 1 << 14, (1 << 24) - 1
 
+
+class Fault(Exception):
+    """Of the whole connection, by its code."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 _HEAD = struct.Struct(">HBBBL")
 _SETTING = struct.Struct(">HL")
 _LONG = struct.Struct(">L")
@@ -98,3 +107,10 @@ def _string(text: str) -> bytes:
 def long_of(payload: bytes) -> int:
     """The first 31 bits of a number of 32."""
     return int.from_bytes(payload[:4], "big") & LARGEST_WINDOW
+
+
+def unpadded(payload: bytes) -> bytes:
+    """Raises Fault."""
+    if not payload or payload[0] >= len(payload):
+        raise Fault(PROTOCOL_ERROR, "more padding than payload")
+    return payload[1 : len(payload) - payload[0]]
