@@ -447,10 +447,20 @@ def test_the_last_stream_there_can_be() -> None:
     server = Server(on_end=echo)
     last = frames.LARGEST_ID
     out = server.told(BEGIN, request(last, ends=True), request(1, ends=True))
+    assert goodbyes(out) == [(last, 0)]
     assert server.streams[last].ended
     assert frames_of(out)[-1][:3] == (frames.HEADERS, 5, last)
     server.connection.close()
     assert goodbyes(server.written()) == [(last, 0)]
+
+
+def test_a_connection_whose_numbers_run_out_is_retired_in_time() -> None:
+    server = Server(on_end=echo)
+    before = frames.LARGEST_ID - (1 << 24)
+    assert goodbyes(server.told(BEGIN, request(1, ends=True), request(before, ends=True))) == []
+    assert goodbyes(server.told(request(before + 2, ends=True))) == [(frames.LARGEST_ID, 0)]
+    assert goodbyes(server.told(request(before + 4, ends=True))) == []
+    assert server.streams[before + 4].ended
 
 
 def test_streams_over_the_limit_are_refused_and_their_rest_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

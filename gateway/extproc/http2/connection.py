@@ -37,6 +37,8 @@ _WINDOW_BYTES = 1 << 26
 _MOST_STREAMS = 1 << 14
 _BLOCK_BYTES = 1 << 16
 """Of one request's headers, compressed; and of what they become."""
+_RETIRED_ID = frames.LARGEST_ID - (1 << 24)
+"""From there on it is time for another connection: a thousand streams a second use up their numbers in two weeks."""
 _TLS = b"\x16"
 """The first byte of a TLS handshake."""
 _EMPTY_TABLE = b"\x20"
@@ -283,6 +285,8 @@ class Connection:
                 raise Fault(frames.PROTOCOL_ERROR, "the numbers of streams go backwards")
             return  # Trailers of a stream that we have ended.
         self._last_id = stream_id
+        if stream_id > _RETIRED_ID:
+            self.retire()
         if len(self.streams) >= _MOST_STREAMS:
             self.out.append(frames.rst_stream(stream_id, frames.REFUSED_STREAM))
             return
