@@ -234,7 +234,7 @@ async def test_garbage_never_ends_well(garbage: bytes, caplog: pytest.LogCapture
 async def test_a_proxy_that_is_set_up_wrongly_fills_no_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "_said", set())
+    monkeypatch.setattr(stream_module._complaints, "told", set())
     async with serving(Slow()) as (server, client):
         for _ in range(5):
             call = client.process()

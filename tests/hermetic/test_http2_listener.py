@@ -314,6 +314,7 @@ def test_a_handshake_that_never_ends_is_cut(
     run(test())
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has it")
 def test_a_machine_that_is_gone_is_noticed(run: Run) -> None:
     async def test() -> None:
         async with serving() as server:
@@ -369,7 +370,7 @@ def test_a_client_that_hangs_up_while_we_close_changes_nothing(run: Run) -> None
 def test_a_proxy_that_is_set_up_wrongly_is_told_of_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listener_module, "_said", {""})
+    monkeypatch.setattr(listener_module._complaints, "told", set())
 
     async def test() -> None:
         async with serving() as server:

@@ -10,11 +10,13 @@ import ssl
 from collections.abc import Mapping
 from typing import cast
 
+from gateway.extproc.complaints import Complaints
 from gateway.extproc.http2.calls import Calls, Method
 from gateway.extproc.http2.connection import Connection
 from gateway.proxy.errors import log_unexpected
 
 _log = logging.getLogger(__name__)
+_complaints = Complaints(_log, "a proxy's connection is closed")
 
 _BACKLOG = 1024
 _FIRST_S = 20.0
@@ -89,16 +91,6 @@ class Listener:
 
     def disconnected(self, link: _Link) -> None:
         self._links.discard(link)
-
-
-_said = {""}
-
-
-def _say_once(fault: str) -> None:
-    """A proxy that is set up wrongly has the same one with every connection."""
-    if fault not in _said:
-        _said.add(fault)
-        _log.warning("a proxy's connection is closed, and others for the same reason later: %s", fault)
 
 
 class _Link(asyncio.Protocol):
@@ -183,7 +175,8 @@ class _Link(asyncio.Protocol):
             transport.write(b"".join(connection.out))
             connection.out.clear()
         if connection.closed:
-            _say_once(connection.fault)
+            if connection.fault:
+                _complaints.tell(connection.fault)
             self._hang_up(transport)
 
     def _hang_up(self, transport: asyncio.Transport) -> None:
