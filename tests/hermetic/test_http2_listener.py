@@ -385,3 +385,28 @@ def test_a_proxy_that_is_set_up_wrongly_is_told_of_once(
     assert caplog.text.count("this is not HTTP/2") == 1
     assert caplog.text.count("this is TLS, and plain HTTP/2 is expected") == 1
     assert len(caplog.records) == 2
+
+
+def test_a_bug_of_ours_closes_one_connection(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setitem(connection_module._READ, frames.PING, fail)
+
+    async def test() -> None:
+        async with serving() as server:
+            _, other = await server.connect()
+            other.write(BEGIN + request(1))
+            reader, writer = await server.connect()
+            writer.write(BEGIN + request(1) + frame(frames.PING, 0, 0, bytes(8)))
+            async with asyncio.timeout(PATIENCE_S):
+                assert frames_of(await reader.read())[-1][0] == frames.GOAWAY
+            writer.close()
+            await until(lambda: [call.is_lost for call in server.calls].count(True) == 1)
+            await server.is_echoing()
+            other.close()
+
+    run(test())
+    assert caplog.text.count("a proxy's connection is closed: RuntimeError") == 1
