@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+import msgspec
 
 from gateway.config import Config
 from gateway.config.flags import INDEXER_ALIASES
-from gateway.config.schema import IndexerConfig
+from gateway.config.schema import IndexerConfig, RedisConfig
 from gateway.core import Core
 from gateway.debug.faces import AdminPort
 from gateway.discovery import Discovery
@@ -34,7 +35,7 @@ _SETTLED_S = 1.5
 class Indexer(Service):
     """gRPC, /metrics beside it, and /debug on the admin port. No request is decided here."""
 
-    foreign_sections = ("sidecar", "epp", "queue", "tenancy", "pd", "scorer", "tokens")
+    foreign_sections = ("sidecar", "epp", "queue", "tenancy", "pd", "scorer", "tokens", "redis")
     hears_clients = False
 
     def __init__(self, config: Config) -> None:
@@ -42,6 +43,7 @@ class Indexer(Service):
         settings = config.indexer
         if config.index.source != "local":
             raise UserError("index.source: an indexer subscribes to the engines itself, so that it must be local")
+        config = msgspec.structs.replace(config, redis=RedisConfig())  # It decides nothing that others should hear.
         core = Core(with_policy(config, "local"), tokenizes=False)
         super().__init__(
             core,
