@@ -7,11 +7,14 @@ RUNS := $(VENV)/.installed-to-run
 STAMP := $(VENV)/.installed
 E2E_VENV := .venv-e2e
 PROTO_VENV := .venv-proto
+FUZZ_VENV := .venv-fuzz
+FUZZ_S ?= 600
+SOAK_S ?= 1800
 PACKAGES := gateway indexer scorer bench
 PROTOS := $(wildcard proto/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format e2e bench proto clean
+.PHONY: help setup demo test lint audit format e2e bench fuzz soak docs proto clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -48,6 +51,10 @@ lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit: $(STAMP) ## bandit, and known vulnerabilities of what is installed (says so where nobody can be asked)
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive $(PACKAGES)
+	$(BIN)/python .ci/audit.py
 
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
