@@ -41,7 +41,7 @@ demo: $(RUNS) ## a small fleet of fake engines on this machine, routed and compa
 # What only computes runs on all cores; what listens, waits and measures silence runs by itself.
 test: $(STAMP) ## unit, property and hermetic tests (ARGS="-k name" for some)
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/field
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/field tests/fuzz
 	$(BIN)/python -m pytest tests/hermetic
 else
 	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
@@ -67,6 +67,13 @@ e2e: $(STAMP) ## tests against a real engine in a venv of its own (large: it ins
 bench: $(STAMP) ## micro-benchmarks (ARGS=--json)
 	$(BIN)/python -m bench micro $(ARGS)
 
+fuzz: ## inputs guided by coverage for whatever reads others' bytes (FUZZ_S=600, in seconds for all; ARGS="--target kv_events")
+	@test -x $(FUZZ_VENV)/bin/python || $(PYTHON) -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/python -m pip install --quiet --editable . hypothesis
+	$(FUZZ_VENV)/bin/python -m pip install --quiet 'atheris>=3,<4' || \
+		echo "atheris does not install here: mutations instead, without looking at what they reach" >&2
+	$(FUZZ_VENV)/bin/python -m tests.fuzz.run --seconds $(FUZZ_S) $(ARGS)
+
 proto: ## regenerate gateway/pb from proto/*.proto
 	@test -x $(PROTO_VENV)/bin/python || $(PYTHON) -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/python -m pip install --quiet 'grpcio-tools==1.71.2'
@@ -74,5 +81,5 @@ proto: ## regenerate gateway/pb from proto/*.proto
 		$(PROTOS:proto/%=gateway/pb/%)
 
 clean: ## remove the venvs, caches and build output
-	rm -rf $(VENV) $(E2E_VENV) $(PROTO_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .e2e
+	rm -rf $(VENV) $(E2E_VENV) $(PROTO_VENV) $(FUZZ_VENV) .fuzz site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .e2e
 	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

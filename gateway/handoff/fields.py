@@ -15,6 +15,9 @@ import msgspec
 LENIENT_BYTES = 1 << 20
 """Python's own parser, which reads what msgspec does not, is for texts up to this size."""
 
+_MOST_TRIES = 8
+"""Places where a name may stand; each that may be the one costs a look at the whole."""
+
 Fields = dict[str, msgspec.Raw]
 
 _decoder = msgspec.json.Decoder(Fields)
@@ -66,7 +69,8 @@ def piece(value: Any) -> msgspec.Raw:
 
 
 def with_member(raw: bytes, name: str, value: bytes) -> bytes:
-    """`raw`, an object, with the member `name` (plain ASCII) set to `value`; every other byte stays. Raises
+    """`raw`, an object, with the member `name` (plain ASCII) set to `value`; every other byte stays, unless the name
+    stands behind it so often that the right place is not looked for: then the spaces between members go. Raises
     NotAnObject.
     """
     fields = split(raw)
@@ -77,7 +81,10 @@ def with_member(raw: bytes, name: str, value: bytes) -> bytes:
     old = bytes(fields[name])
     key = re.compile(re.escape(quoted) + rb"\s*:\s*")
     at = len(raw)
-    while (at := raw.rfind(quoted, 0, at)) >= 0:
+    for _ in range(_MOST_TRIES):
+        at = raw.rfind(quoted, 0, at)
+        if at < 0:
+            break
         found = key.match(raw, at)
         if found is None or not raw.startswith(old, found.end()):
             continue
