@@ -25,10 +25,14 @@ SEEDS = [
         load("http")["calls"]["stream_usage"]["response"].encode(),
     )
 ]
-WORDS = [b"data: ", b"\n\n", b"\r\n", b"\r", b'"usage":', b'{"usage": {"prompt_tokens": 9, "completion_tokens": 1}}',
-         b'"prompt_tokens_details": {"cached_tokens": 3}', b'"cached_tokens": ', b'"error": {}', b"event: error\n",
-         b'{"id": "resp_1"', b'"response": {', b'"model": "tiny"', b'"model"', b"\\", b"\xef\xbb\xbf", b"{", b"}", b"[DONE]",
-         b"null", b"-1", b"1e9"]  # fmt: skip
+# fmt: off
+WORDS = [
+    b"data: ", b"\n\n", b"\r\n", b"\r", b'"usage":', b'{"usage": {"prompt_tokens": 9, "completion_tokens": 1}}',
+    b'"prompt_tokens_details": {"cached_tokens": 3}', b'"cached_tokens": ', b'"error": {}', b"event: error\n",
+    b'{"id": "resp_1"', b'"response": {', b'"model": "tiny"', b'"model"', b"\\", b"\xef\xbb\xbf", b"{", b"}",
+    b"[DONE]", b"null", b"-1", b"1e9",
+]
+# fmt: on
 
 
 def fuzz_one(data: bytes) -> None:

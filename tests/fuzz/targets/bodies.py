@@ -60,10 +60,14 @@ SEEDS = [
     b"\x00" + json.dumps(_CHAT).encode("utf-16"),
     b"\x01" + b"\xef\xbb\xbf" + b'{"prompt": [1, 2], "a": NaN, "b": "\\ud800"}',
 ]
-WORDS = [b'"kv_transfer_params": ', b'"\\u006bv_transfer_params": 1,', b'"messages": ', b'"prompt": ', b'"input": ', b"[", b"]",
-         b"{", b"}", b"NaN", b"1e400", b"-1", b"\\ud800", b'"', b":", b",", b"null", b"true", b"\xef\xbb\xbf", b"\xff\xfe",
-         b"99999999999999999999", b"\r\n--b\r\n", b"Content-Disposition: form-data; name=model", b"\r\n\r\n", b"--b--",
-         b'"content": ', b'"type": "text"', b"\0"]  # fmt: skip
+# fmt: off
+WORDS = [
+    b'"kv_transfer_params": ', b'"\\u006bv_transfer_params": 1,', b'"messages": ', b'"prompt": ', b'"input": ', b"[",
+    b"]", b"{", b"}", b"NaN", b"1e400", b"-1", b"\\ud800", b'"', b":", b",", b"null", b"true", b"\xef\xbb\xbf",
+    b"\xff\xfe", b"99999999999999999999", b"\r\n--b\r\n", b"Content-Disposition: form-data; name=model", b"\r\n\r\n",
+    b"--b--", b'"content": ', b'"type": "text"', b"\0",
+]
+# fmt: on
 
 _loop = asyncio.new_event_loop()
 _fleet = Fleet()

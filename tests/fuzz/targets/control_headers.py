@@ -33,8 +33,12 @@ SEEDS = [
     b"\x04" + _OUTCOME,
     b"\x00" + b"10.1.0.1:8000\n\x01" + b"0",
 ]
-WORDS = [b"\n", b":", b",", b";", b"=", b"v1", b"id=", b"choice=local", b"choice=remote", b"n=", b"65536", b"[", b"]", b"::1",
-         b"http://", b"*", b"/", b"%", b"\xc2\xb2", b"nan", b"inf", b"1e9", b"prefill_ms="]  # fmt: skip
+# fmt: off
+WORDS = [
+    b"\n", b":", b",", b";", b"=", b"v1", b"id=", b"choice=local", b"choice=remote", b"n=", b"65536", b"[", b"]",
+    b"::1", b"http://", b"*", b"/", b"%", b"\xc2\xb2", b"nan", b"inf", b"1e9", b"prefill_ms=",
+]
+# fmt: on
 
 
 class _Sender:

@@ -47,8 +47,12 @@ SEEDS = [
     _said(request_head(modes=(pb.BUFFERED, pb.BUFFERED)), request_body(b"{}", ends=True), response_head()),
     _said(request_head(modes=(pb.STREAMED, pb.NONE)), response_head()),
 ]
-WORDS = [b":status", b":path", b"content-length", b"content-type", b"x-gateway-destination-endpoint", b'"model": "m"',
-         b"200", b"99999999999999999999", b"\xff\xff\xff\xff\x0f"]  # fmt: skip
+# fmt: off
+WORDS = [
+    b":status", b":path", b"content-length", b"content-type", b"x-gateway-destination-endpoint", b'"model": "m"',
+    b"200", b"99999999999999999999", b"\xff\xff\xff\xff\x0f",
+]
+# fmt: on
 
 
 def fuzz_one(data: bytes) -> None:

@@ -17,9 +17,13 @@ SEEDS = seeds(
     b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n\x81\x00",
     b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\naHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nb",
 )
-WORDS = [b"HTTP/1.1 ", b"\r\n\r\n", b"\r\n", b"\n", b"Content-Length: ", b"Transfer-Encoding: ", b"chunked", b"gzip",
-         b"0\r\n\r\n", b"Connection: close", b"Connection: upgrade", b"Upgrade: h2c", b" 304 ", b" 103 ", b"\0", b"\xff",
-         b"Content-Length: 18446744073709551616"]  # fmt: skip
+# fmt: off
+WORDS = [
+    b"HTTP/1.1 ", b"\r\n\r\n", b"\r\n", b"\n", b"Content-Length: ", b"Transfer-Encoding: ", b"chunked", b"gzip",
+    b"0\r\n\r\n", b"Connection: close", b"Connection: upgrade", b"Upgrade: h2c", b" 304 ", b" 103 ", b"\0", b"\xff",
+    b"Content-Length: 18446744073709551616",
+]
+# fmt: on
 
 _loop = asyncio.new_event_loop()
 

@@ -19,9 +19,13 @@ SEEDS = seeds(
     b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
     _POST + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 )
-WORDS = [_POST, b"\r\n\r\n", b"\r\n", b"\n", b"Content-Length: ", b"Transfer-Encoding: chunked", b"Host: b", b"0\r\n\r\n",
-         b"5\r\nhello\r\n", b"Expect: 100-continue", b"Connection: close", b"Connection: keep-alive", b" HTTP/1.0", b"\0",
-         b"\xff", b": ", b"Upgrade: websocket", b"ffffffffffff\r\n"]  # fmt: skip
+# fmt: off
+WORDS = [
+    _POST, b"\r\n\r\n", b"\r\n", b"\n", b"Content-Length: ", b"Transfer-Encoding: chunked", b"Host: b", b"0\r\n\r\n",
+    b"5\r\nhello\r\n", b"Expect: 100-continue", b"Connection: close", b"Connection: keep-alive", b" HTTP/1.0", b"\0",
+    b"\xff", b": ", b"Upgrade: websocket", b"ffffffffffff\r\n",
+]
+# fmt: on
 
 _END = b"\r\n\r\n"
 """A head that cannot become one is refused at once or when it has come: sent behind all, it has come."""

@@ -26,9 +26,13 @@ SEEDS = [
     packed(b"kv@w@m", bytes(7) + b"\x02", payload(as_array(stored([-1, 2], [1] * 8, b"x" * 32, medium="CPU")))),
     packed(b"", b"\xff" * 8, b""),
 ]
-WORDS = [b"BlockStored", b"BlockRemoved", b"AllBlocksCleared", b"type", b"token_ids", b"extra_keys", b"\xc0", b"\xcb",
-         b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\x91", b"\x81", b"\xa9token_ids", b"\xcf" + b"\xff" * 8,
-         b"\xd3" + b"\x80" + bytes(7), b"\xc4\x00"]  # fmt: skip
+# fmt: off
+WORDS = [
+    b"BlockStored", b"BlockRemoved", b"AllBlocksCleared", b"type", b"token_ids", b"extra_keys", b"\xc0", b"\xcb",
+    b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\x91", b"\x81", b"\xa9token_ids", b"\xcf" + b"\xff" * 8,
+    b"\xd3" + b"\x80" + bytes(7), b"\xc4\x00",
+]
+# fmt: on
 
 
 def fuzz_one(data: bytes) -> None:

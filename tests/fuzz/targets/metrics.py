@@ -21,9 +21,13 @@ def _recorded() -> bytes:
 
 
 SEEDS = [metrics().encode(), _recorded(), metrics(times=3, blocks=0).encode()]
-WORDS = [b"vllm:", b"vllm_", b"vllm:num_requests_running", b'{engine="0"} ', b" ", b"\t", b'"', b"\\", b"{", b"}", b"NaN", b"+Inf",
-         b"1e999", b"-1", b"\n", b'num_gpu_blocks="', b'block_size="', b"a", b'le="', b"process_start_time_seconds 1",
-         b'vllm:engine_sleep_state{sleep_state="awake"} 0', b'vllm:cache_config_info{']  # fmt: skip
+# fmt: off
+WORDS = [
+    b"vllm:", b"vllm_", b"vllm:num_requests_running", b'{engine="0"} ', b" ", b"\t", b'"', b"\\", b"{", b"}", b"NaN",
+    b"+Inf", b"1e999", b"-1", b"\n", b'num_gpu_blocks="', b'block_size="', b"a", b'le="',
+    b"process_start_time_seconds 1", b'vllm:engine_sleep_state{sleep_state="awake"} 0', b'vllm:cache_config_info{',
+]
+# fmt: on
 
 
 def fuzz_one(data: bytes) -> None:

@@ -21,9 +21,14 @@ SEEDS = [
         for i in range(len(_KINDS))
     ),
 ]
-WORDS = [b'"kv_transfer_params": ', b'"remote_block_ids": [[', b'"remote_port": ', b'"remote_host": ', b'"remote_num_tokens": ',
-         b'"do_remote_prefill": true', b'"transfer_mode": "push"', b'"usage": ', b"null", b"true", b"1e400", b"NaN", b"-1", b"[",
-         b"]", b"{", b"}", b"4294967296", b"99999999999999999999999", b'"\\ud800"', b'"::ffff:127.0.0.1"']  # fmt: skip
+# fmt: off
+WORDS = [
+    b'"kv_transfer_params": ', b'"remote_block_ids": [[', b'"remote_port": ', b'"remote_host": ',
+    b'"remote_num_tokens": ', b'"do_remote_prefill": true', b'"transfer_mode": "push"', b'"usage": ', b"null",
+    b"true", b"1e400", b"NaN", b"-1", b"[", b"]", b"{", b"}", b"4294967296", b"99999999999999999999999",
+    b'"\\ud800"', b'"::ffff:127.0.0.1"',
+]
+# fmt: on
 
 
 def fuzz_one(data: bytes) -> None:

@@ -36,8 +36,12 @@ SEEDS = seeds(
     _frame(8, b""),
     _frame(1, b"\xff\xfe") + _frame(10, b""),
 )
-WORDS = [b"\x81\x80", b"\x82\xfe\xff\xff", b"\x81\xff" + b"\xff" * 8, b"\x88\x82", b"\x00\x80", b"\xc1\x80", b"session.update",
-         b'"model": ', b'"session": {']  # fmt: skip
+# fmt: off
+WORDS = [
+    b"\x81\x80", b"\x82\xfe\xff\xff", b"\x81\xff" + b"\xff" * 8, b"\x88\x82", b"\x00\x80", b"\xc1\x80",
+    b"session.update", b'"model": ', b'"session": {',
+]
+# fmt: on
 
 _loop = asyncio.new_event_loop()
 
