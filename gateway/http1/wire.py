@@ -186,8 +186,8 @@ class Wire(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status == 101:
-            raise Broken("a change of protocols that nobody asked for")
+        if status < 100 or status == 101:
+            raise Broken("no status of an answer, or a change of protocols that nobody asked for")
         if 100 <= status < 200:
             self._interim = True
             return

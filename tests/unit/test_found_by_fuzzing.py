@@ -91,6 +91,22 @@ def test_a_status_that_is_none_ends_the_stream_by_a_declared_error(status: str) 
         talk.feed(head)
 
 
+def test_an_answer_of_status_0_is_none() -> None:
+    """It was waited for until the request's timeout, and its connection used again."""
+
+    async def run() -> None:
+        worker = Worker()
+        reading = asyncio.ensure_future(worker.read())
+        worker.wire.data_received(b"HTTP/1.1 000 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await turns()
+        assert reading.done()
+        with pytest.raises(UpstreamError):
+            await reading
+        assert worker.freed == []
+
+    asyncio.run(run())
+
+
 def test_a_change_of_protocols_is_no_answer_and_no_unexpected_error() -> None:
     """llhttp's parser raises an exception of its own for it, which reached the event loop."""
 

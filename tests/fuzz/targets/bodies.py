@@ -30,7 +30,7 @@ _CHAT: dict[str, Any] = {
     "model": "m", "stream": True, "max_tokens": 5, "kv_transfer_params": {"do_remote_prefill": True}, "n": 1,
     "messages": [
         {"role": "system", "content": "s"},
-        {"role": "user", "content": [{"type": "text", "text": "t"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]},
+        {"role": "user", "content": [{"type": "text", "text": "t"}, {"type": "image_url", "image_url": {}}]},
         {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
     ],
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
