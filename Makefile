@@ -74,6 +74,12 @@ fuzz: ## inputs guided by coverage for whatever reads others' bytes (FUZZ_S=600,
 		echo "atheris does not install here: mutations instead, without looking at what they reach" >&2
 	$(FUZZ_VENV)/bin/python -m tests.fuzz.run --seconds $(FUZZ_S) $(ARGS)
 
+soak: $(STAMP) ## does anything grow, is anything left behind? (SOAK_S=1800, in seconds; ARGS=--json)
+	$(BIN)/python -m tests.soak.run --seconds $(SOAK_S) $(ARGS)
+
+docs: $(STAMP) ## the documentation as a site, in site/
+	$(BIN)/mkdocs build --strict --quiet
+
 proto: ## regenerate gateway/pb from proto/*.proto
 	@test -x $(PROTO_VENV)/bin/python || $(PYTHON) -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/python -m pip install --quiet 'grpcio-tools==1.71.2'

@@ -53,7 +53,8 @@ class Stream:
         self._tasks = tasks
         self._picking: asyncio.Task[None] | None = None
         self._outgoing: deque[pb.ProcessingResponse] = deque()
-        self._writing = False
+        self._writing: asyncio.Future[None] | None = None
+        """Done when whoever writes has written all there was."""
 
     async def run(self) -> None:
         """Returns when the proxy has ended the stream and needed nothing more of us; aborts it otherwise."""
@@ -81,11 +82,14 @@ class Stream:
         except ProtocolError as exc:
             self._counts.broken += 1
             _say_once(str(exc))
+            await self._written()
             await self._context.abort(grpc.StatusCode.INTERNAL, f"protocol error: {exc}")
         except Exception as exc:
             self._counts.failed += 1
             log_unexpected(_log, "a proxy's stream is broken off", exc)
+            await self._written()
             await self._context.abort(grpc.StatusCode.INTERNAL, "internal error")
+        await self._written()
         if not session.decided:
             await self._context.abort(grpc.StatusCode.INTERNAL, "the stream ended before its request was whole")
 
@@ -129,14 +133,20 @@ class Stream:
 
     async def _flush(self) -> None:
         """Whoever comes first writes for all, so that answers go out in order."""
-        if self._writing:
+        if self._writing is not None:
             return
-        self._writing = True
+        writing = self._writing = asyncio.get_running_loop().create_future()
         try:
             while self._outgoing:
                 await self._context.write(self._outgoing.popleft())
         finally:
-            self._writing = False
+            self._writing = None
+            writing.set_result(None)
+
+    async def _written(self) -> None:
+        """Until nobody writes: gRPC takes no end of a stream in the middle of a message, and drops it with an error."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
 
 
 _MOST_SAID = 64
