@@ -3,7 +3,7 @@
 Of each process (gateway, picker), from the second third of the cycles on:
 
     bookings     nothing is booked, in flight or waiting at any rest
-    descriptors  no more than `_MORE_DESCRIPTORS` above the first of these rests: idle connections to engines come and go
+    descriptors  no more than `_MORE_DESCRIPTORS` above the first of these rests: idle connections come and go
     tasks        no more than `_MORE_TASKS` above it
     memory       RSS grows by less than `_BYTES_PER_REQUEST` for each request (the median slope over all pairs of
                  rests), or by less than `_FREE_GROWTH_BYTES` altogether, which says nothing about a slope
