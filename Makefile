@@ -14,10 +14,10 @@ PACKAGES := gateway indexer scorer bench
 PROTOS := $(wildcard proto/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint audit format e2e bench fuzz soak docs proto clean
+.PHONY: help setup demo test lint audit format e2e bench fuzz soak docs release-check proto clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 $(RUNS): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -42,7 +42,7 @@ demo: $(RUNS) ## a small fleet of fake engines on this machine, routed and compa
 test: $(STAMP) ## unit, property and hermetic tests (ARGS="-k name" for some)
 ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/field tests/fuzz
-	$(BIN)/python -m pytest tests/hermetic
+	$(BIN)/python -m pytest tests/hermetic tests/docs
 else
 	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
 endif
@@ -78,7 +78,10 @@ soak: $(STAMP) ## does anything grow, is anything left behind? (SOAK_S=1800, in 
 	$(BIN)/python -m tests.soak.run --seconds $(SOAK_S) $(ARGS)
 
 docs: $(STAMP) ## the documentation as a site, in site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release-check: $(STAMP) ## wheel and sdist into dist/, each installed and started in a bare venv; is the version one to release?
+	$(BIN)/python .ci/release.py
 
 proto: ## regenerate gateway/pb from proto/*.proto
 	@test -x $(PROTO_VENV)/bin/python || $(PYTHON) -m venv $(PROTO_VENV)
