@@ -81,7 +81,7 @@ def missing_in(sdist: Path) -> list[str]:
 
 
 def installed(package: Path, folder: Path, needs_of: Path | None = None) -> Path:
-    """Its `warmroute`, in a new venv, with all it needs. `needs_of`: another venv that has this already, to save time."""
+    """Its `warmroute`, in a new venv, with all it needs. `needs_of`: another venv that has these already."""
     venv.create(folder, with_pip=True)
     without = []
     if needs_of is not None:

@@ -133,7 +133,10 @@ class Soak:
             done, _ = await asyncio.wait(running, timeout=self.seconds / self.cycles, return_when="FIRST_COMPLETED")
             for task in running:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            _, left = await asyncio.wait(running, timeout=_PATIENCE_S)
+            for task in left:
+                task.print_stack()
+            assert not left, "a client does not end"
             for task in done:
                 task.result()  # None ends by itself: it has failed.
 

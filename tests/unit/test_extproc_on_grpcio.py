@@ -1,4 +1,4 @@
-"""A stream's end waits for what is being written, by whomever."""
+"""On grpcio: a stream's end waits for what is being written, by whomever."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from gateway.extproc.session import Session
-from gateway.extproc.stream import Counts, Stream
+from gateway.extproc.on_grpcio import _Process
+from gateway.extproc.stream import Shared
 from gateway.extproc.types import Ask, Pick
 from gateway.pb import ext_proc_pb2 as pb
 from tests.support.extproc import POD, Watched, request_body, request_head, response_body
@@ -48,7 +48,8 @@ class Picker:
 async def test_it_does_not_end_in_the_middle_of_a_message(last: Any) -> None:
     """Found by the soak test: a proxy that left just then cost an error in gRPC's core, and a traceback in the log."""
     context = Context()
-    stream = Stream(Session(max_body_bytes=100), cast(Any, context), Picker(), 5.0, Counts(), set())
+    shared = Shared(Picker(), deadline_s=5.0, max_body_bytes=100, sees_responses=True)
+    stream = _Process(shared, cast(Any, context))
     running = asyncio.create_task(stream.run())
     await context.messages.put(request_head())
     await context.messages.put(request_body(b"abc", ends=True))
