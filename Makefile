@@ -17,7 +17,7 @@ PROTOS := $(wildcard proto/*.proto)
 .PHONY: help setup demo test lint audit format e2e bench fuzz soak docs release-check proto clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 $(RUNS): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -52,7 +52,7 @@ lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-audit: $(STAMP) ## bandit, and known vulnerabilities of what is installed (says so where nobody can be asked)
+audit: $(STAMP) ## bandit, and known vulnerabilities of what is installed
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive $(PACKAGES)
 	$(BIN)/python .ci/audit.py
 
@@ -67,7 +67,7 @@ e2e: $(STAMP) ## tests against a real engine in a venv of its own (large: it ins
 bench: $(STAMP) ## micro-benchmarks (ARGS=--json)
 	$(BIN)/python -m bench micro $(ARGS)
 
-fuzz: ## inputs guided by coverage for whatever reads others' bytes (FUZZ_S=600, in seconds for all; ARGS="--target kv_events")
+fuzz: ## coverage-guided, whatever reads bytes of others (FUZZ_S=600, in seconds; ARGS="--target kv_events")
 	@test -x $(FUZZ_VENV)/bin/python || $(PYTHON) -m venv $(FUZZ_VENV)
 	$(FUZZ_VENV)/bin/python -m pip install --quiet --editable . hypothesis
 	$(FUZZ_VENV)/bin/python -m pip install --quiet 'atheris>=3,<4' || \
@@ -80,7 +80,7 @@ soak: $(STAMP) ## does anything grow, is anything left behind? (SOAK_S=1800, in 
 docs: $(STAMP) ## the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-release-check: $(STAMP) ## wheel and sdist into dist/, each installed and started in a bare venv; is the version one to release?
+release-check: $(STAMP) ## wheel and sdist into dist/, each tried in a bare venv; is the version one to release?
 	$(BIN)/python .ci/release.py
 
 proto: ## regenerate gateway/pb from proto/*.proto

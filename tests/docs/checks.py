@@ -81,9 +81,9 @@ def _warmroute(command: Command, folder: Path) -> str | None:
     parsed(main, [arg.replace("$name", "name") for arg in args])
     if name == "demo":
         return ELSEWHERE + "tests/hermetic/test_demo.py"
-    if name in ("advise", "replay-events"):
-        return NEEDS_FLEET if name == "advise" else ELSEWHERE + "tests/unit/test_replay_events.py"
-    return NEEDS_FLEET
+    if name == "replay-events":
+        return ELSEWHERE + "tests/unit/test_replay_events.py"
+    return ELSEWHERE + "tests/docs/test_on_a_fleet.py" if name in ("doctor", "explain", "record") else NEEDS_FLEET
 
 
 def _config(command: Command, args: list[str], folder: Path) -> str | None:

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support import IN_CI
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / ".ci" / "release.py"
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -28,6 +30,8 @@ def release() -> ModuleType:
 def test_wheel_and_sdist_install_in_bare_venvs_and_run(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--any-version", "--dist", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not IN_CI and any(said in done.stderr for said in ("No matching distribution", "ConnectionError")):
+        pytest.skip("no package index to install from")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warmroute demo runs" in done.stdout
     assert {path.suffix for path in tmp_path.iterdir()} >= {".whl", ".gz"}
