@@ -54,6 +54,7 @@ DEGRADATIONS = (
     "bodies_unseen",
     "outcomes_missing",
     "leader_unknown",
+    "traces_lost",
 )
 
 
