@@ -69,7 +69,7 @@ bench: $(STAMP) ## micro-benchmarks (ARGS=--json)
 
 fuzz: ## coverage-guided, whatever reads bytes of others (FUZZ_S=600, in seconds; ARGS="--target kv_events")
 	@test -x $(FUZZ_VENV)/bin/python || $(PYTHON) -m venv $(FUZZ_VENV)
-	$(FUZZ_VENV)/bin/python -m pip install --quiet --editable . hypothesis
+	$(FUZZ_VENV)/bin/python -m pip install --quiet --editable '.[otel]' hypothesis
 	$(FUZZ_VENV)/bin/python -m pip install --quiet 'atheris>=3,<4' || \
 		echo "atheris does not install here: mutations instead, without looking at what they reach" >&2
 	$(FUZZ_VENV)/bin/python -m tests.fuzz.run --seconds $(FUZZ_S) $(ARGS)
