@@ -21,6 +21,7 @@ import yaml
 
 from bench.__main__ import BENCHES
 from gateway.cli import COMMANDS
+from gateway.config.keys import env_name, leaves
 from gateway.errors import UserError
 from tests.docs.collect import ROOT, Command
 from tests.support.deployed import tool
@@ -239,6 +240,13 @@ def _cd(command: Command, folder: Path) -> str | None:
     return OF_THE_BLOCK
 
 
+def _export(command: Command, folder: Path) -> str | None:
+    """Only what the configuration reads."""
+    for word in command.words[1:]:
+        assert word.partition("=")[0] in {env_name(path) for path, _ in leaves()}, word
+    return OF_THE_BLOCK
+
+
 def _pip(command: Command, folder: Path) -> str | None:
     assert command.words[1] == "install"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -264,6 +272,7 @@ CHECKS: dict[str, Callable[[Command, Path], str | None]] = {
     "pip": _pip,
     ".": _reason(OF_THE_BLOCK),
     "cd": _cd,
+    "export": _export,
     "vllm": _vllm,
     "curl": _curl,
     "docker": _docker,
