@@ -17,6 +17,7 @@ from functools import partial
 
 import aiohttp
 
+from gateway.auth.source import KeySource
 from gateway.config import Config
 from gateway.debug.decisions import Decisions
 from gateway.debug.hits import HitBook
@@ -43,7 +44,7 @@ from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
 from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
-from gateway.tls import client_context
+from gateway.tls import client_certificate, client_context
 from gateway.tokens import TokenService, TokenSettings
 from indexer import PrefixIndex
 from scorer.cost import CostModel
@@ -94,7 +95,8 @@ class Core:
         self.decisions = Decisions()
         self.recorder = Recorder()
         self.health = Health(_health_settings(config))
-        tls = client_context(config.tls)
+        tls = self.tls = client_context(config.tls)
+        self.client_certificate = client_certificate(config.tls, tls)
         self.upstreams = UpstreamPool(
             PoolSettings(
                 connect_timeout_s=config.gateway.connect_timeout_s,
@@ -106,7 +108,9 @@ class Core:
         )
         self.capabilities: dict[str, Capabilities] = {}
         self.stored = StoredResponses(config.gateway.stored_responses)
-        self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders)
+        self.keys = KeySource.of(config.auth, os.environ, self.metrics.registry, engine_key(config))
+        self.tenancy = Tenancy.of(config.tenancy, os.environ, keyed=self.keys is not None)
+        self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders, by_tenant=self.tenancy.by_tenant)
         self.look_again = LookAgain(
             lambda: self.scraper.read_models(self.fleet.workers), config.health.scrape_interval_s
         )
@@ -120,7 +124,6 @@ class Core:
             try_unknown=config.gateway.unknown_models == "try",
         )
         self.up = Available(self.fleet.workers, self.available, None if retries else self._is_reachable)
-        self.tenancy = Tenancy.of(config.tenancy, os.environ)
         self.queue = Queue(
             config.queue, self.planner, self.up, self.metrics, self.rng, by_tenant=self.tenancy.by_tenant
         )
@@ -498,8 +501,13 @@ def token_settings(config: Config) -> TokenSettings:
 
 def engine_headers(config: Config) -> dict[str, str]:
     """What our own requests to the engines carry."""
-    key = os.environ.get(config.engine_api_key_env, "").strip() if config.engine_api_key_env else ""
+    key = engine_key(config)
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def engine_key(config: Config) -> str:
+    """The engines' --api-key; empty: they have none."""
+    return os.environ.get(config.engine_api_key_env, "").strip() if config.engine_api_key_env else ""
 
 
 def session_settings(config: Config) -> SessionSettings:

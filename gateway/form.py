@@ -17,13 +17,15 @@ _PARAMETER = re.compile(rb';\s*([^\s=;"]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*(?=;)", re.IGNORECASE | re.MULTILINE)
 
 
-def fields(content_type: str, body: bytes, names: frozenset[str]) -> dict[str, str]:
-    """Those fields of `names` that were found, the last of each, as engines read them. Without a boundary, none."""
+def fields(content_type: str, body: bytes, names: frozenset[str], *, whole: bool = False) -> dict[str, str]:
+    """Those fields of `names` that were found, the last of each, as engines read them. Without a boundary, none.
+    `whole`: between the ends too.
+    """
     boundary = _parameters(content_type.encode("utf-8", "surrogateescape")).get(b"boundary", b"")
     if not 0 < len(boundary) <= _LONGEST_BOUNDARY:
         return {}
     delimiter = b"\r\n--" + boundary
-    if len(body) <= 2 * WINDOW_BYTES:
+    if whole or len(body) <= 2 * WINDOW_BYTES:
         windows = [b"\r\n" + body]
     else:
         windows = [b"\r\n" + body[:WINDOW_BYTES], body[-WINDOW_BYTES:]]

@@ -44,8 +44,9 @@ class Gateway(Service):
             admin_port=settings.admin_port,
             controlled=lambda: sorted(core.fleet.workers),
         )
-        models = ModelList(core.upstreams, lambda: list(core.fleet.workers))
-        self.plane.pages = {**self.faces.public(), MODELS: models.page, REALTIME: self.realtime.page}
+        models = ModelList(core.upstreams, lambda: list(core.fleet.workers), self.plane.parts.door)
+        public = self.faces.public() if core.keys is None else self.faces.exposed(self.admin_token)
+        self.plane.pages = {**public, MODELS: models.page, REALTIME: self.realtime.page}
         stored = StoredPages(self.plane, core.holders)
         self.plane.prefixes = {MODELS + "/": models.page, RESPONSES: stored.page}
         workers = WorkersPage(core)

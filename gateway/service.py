@@ -13,10 +13,11 @@ from typing import ClassVar, Self
 
 import msgspec
 
+from gateway.auth.admin import AdminToken, check_reach, is_loopback
 from gateway.cli import Parser
 from gateway.config import Config, load_config
 from gateway.config.flags import Aliases, add_config_flags, flags_of, parse_flags
-from gateway.config.schema import KubernetesConfig
+from gateway.config.schema import AuthConfig, KubernetesConfig
 from gateway.core import Core
 from gateway.debug.faces import AdminPort, Faces
 from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, RenewedList, StaticDiscovery
@@ -35,7 +36,7 @@ from gateway.proxy.routes import CONTROLS, RESET
 from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
 from gateway.reload import KeyPath, Reloading, Source, with_keys
 from gateway.sidecar.hints import Hints
-from gateway.tls import client_context, serving_certificate
+from gateway.tls import admin_certificate, client_context, serving_certificate
 
 _log = logging.getLogger(__name__)
 
@@ -98,13 +99,14 @@ class Service:
                 unreachable_status=unreachable_status,
                 queue=core.queue,
                 tenancy=core.tenancy,
+                door=None if core.keys is None else core.keys.door,
             ),
             max_concurrency=config.gateway.max_concurrency,
         )
         self.realtime = Realtime(
             self.plane.parts,
             self.plane,
-            tls=client_context(config.tls),
+            tls=core.tls,
             connect_timeout_s=config.gateway.connect_timeout_s,
             longest_s=config.gateway.request_timeout_s,
         )
@@ -116,12 +118,23 @@ class Service:
             name=type(self).__name__.lower(),
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
-        self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host)
+        self.admin_token = AdminToken.of(config.admin, os.environ)
+        check_reach(admin_host, f"{type(self).__name__.lower()}.admin_host", self.admin_token, config.admin)
+        self.admin = AdminPort(
+            {**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host, self.admin_token
+        )
         self.admin.pages[RESET] = IndexReset(core, controls).page
         self.admin.pages[LOG_LEVEL] = self.log_level.page
-        self._admin = HttpServer(self.admin.handle, admin_host, admin_port)
+        # On the loopback it stays plain HTTP: a token does not travel.
+        self._admin_certificate = (
+            None if is_loopback(admin_host) else admin_certificate(config.tls, config.admin.client_ca)
+        )
+        tls = None if self._admin_certificate is None else self._admin_certificate.context
+        self._admin = HttpServer(self.admin.handle, admin_host, admin_port, tls)
         self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)
+        if core.keys is not None:
+            core.others_degraded.append(core.keys.degraded)
         self._upkeep: asyncio.Task[None] | None = None
         self._reloading: Reloading | None = None
         self._renewals: set[asyncio.Task[None]] = set()
@@ -210,10 +223,13 @@ class Service:
         while True:
             await asyncio.sleep(_UPKEEP_S)
             try:
-                if self.certificate is not None:
-                    await asyncio.to_thread(self.certificate.refresh)
+                for each in (self.certificate, self._admin_certificate, self.core.client_certificate):
+                    if each is not None:
+                        await asyncio.to_thread(each.refresh)
                 if self._reloading is not None:
                     await self._reloading.look()
+                if self.core.keys is not None:
+                    await self.core.keys.look()
                 self.upkeep()
             except Exception:
                 _log.exception("unexpected; going on")
@@ -265,6 +281,13 @@ def with_policy(config: Config, policy: str) -> Config:
     return msgspec.structs.replace(config, pd=msgspec.structs.replace(config.pd, policy=policy))
 
 
+def without_keys(config: Config, face: str) -> Config:
+    """For a face behind somebody who authenticates."""
+    if config.auth != AuthConfig():
+        _log.warning("auth.* is not for the %s, which demands no keys: who is in front of it must", face)
+    return msgspec.structs.replace(config, auth=AuthConfig())
+
+
 def tune_interpreter() -> None:
     """For a process that serves: threads give way sooner, and what is there by now is not collected."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -285,8 +308,9 @@ def run(
         return load_config(options.config, os.environ, given, unknown, flags_of(parser))
 
     config = read()
-    for check in (serving_certificate, client_context):
-        check(config.tls)  # What is wrong with the files is said before anything is opened.
+    for check in (serving_certificate, client_context):  # What is wrong is said before anything is opened.
+        check(config.tls)
+    admin_certificate(config.tls, config.admin.client_ca)
     set_up_logging(config)
     raise_file_limit()
     tune_interpreter()
@@ -310,7 +334,14 @@ async def serve(face: Callable[[Config], Service], config: Config, source: Sourc
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     async with face(config) as service:
-        loop.add_signal_handler(signal.SIGHUP, service.follow_config(config, source).reload)
+        reloading = service.follow_config(config, source)
+
+        def on_hangup() -> None:
+            reloading.reload()
+            if service.core.keys is not None:
+                service.core.keys.reload()
+
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await stop.wait()
         timeout_s = service.config.gateway.drain_timeout_s
         _log.info("draining for up to %g s", timeout_s)

@@ -37,6 +37,7 @@ class Gone(NamedTuple):
 
 
 class _Entry(NamedTuple):
+    owner: str | None
     place: Place
     life: int
     since_s: float
@@ -55,22 +56,26 @@ class StoredResponses:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def remember(self, response_id: str, place: Place, now_s: float) -> None:
+    def remember(self, response_id: str, place: Place, now_s: float, owner: str | None = None) -> None:
+        """`owner`: whose it is. An id that another one has stays theirs: clients may choose ids."""
         if not 0 < len(response_id) <= LONGEST_ID or not self._most:
+            return
+        before = self._entries.get(response_id)
+        if before is not None and before.owner != owner and self.find(response_id, now_s, before.owner) is not None:
             return
         life = self._lives.get(place.worker)
         if life is None:
             self._n_lives += 1
             life = self._lives[place.worker] = self._n_lives
-        self._entries[response_id] = _Entry(place, life, now_s)
+        self._entries[response_id] = _Entry(owner, place, life, now_s)
         self._entries.move_to_end(response_id)
         if len(self._entries) > self._most:
             self._entries.popitem(last=False)
 
-    def find(self, response_id: str, now_s: float) -> Place | Gone | None:
-        """None: not known here."""
+    def find(self, response_id: str, now_s: float, owner: str | None = None) -> Place | Gone | None:
+        """None: not known here, or another's."""
         entry = self._entries.get(response_id)
-        if entry is None:
+        if entry is None or entry.owner != owner:
             return None
         if now_s >= entry.since_s + _KEEP_S:
             del self._entries[response_id]

@@ -13,6 +13,7 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from gateway.auth.admin import AdminToken, is_loopback, refused
 from gateway.core import Core
 from gateway.debug import page
 from gateway.debug.cache import cache
@@ -38,6 +39,8 @@ _PORT = re.compile(r":[0-9]*$")
 _MASK = "********"
 _LONGEST_NUMBER = 18
 _GET = frozenset({"GET", "HEAD"})
+_PROBES = frozenset({"/livez", "/readyz"})
+"""They tell nothing but whether it serves, as long as they are not asked for more (`?verbose`)."""
 
 
 class Faces:
@@ -67,6 +70,38 @@ class Faces:
             "/livez": _read_only(self._livez),
             "/readyz": _read_only(self._readyz),
             "/metrics": _read_only(self._metrics),
+        }
+
+    def exposed(self, token: AdminToken | None) -> dict[str, Page]:
+        """As `public`, for a port where clients need keys: to others than who has the admin token only whether it
+        serves.
+        """
+
+        def with_token(page: Page) -> Page:
+            def checked(request: web.BaseRequest) -> Awaitable[web.StreamResponse] | web.StreamResponse:
+                if token is None or not token.is_in(request.headers):
+                    raise refused()
+                return page(request)
+
+            return checked
+
+        def readyz(request: web.BaseRequest) -> web.Response:
+            if request.query_string and (token is None or not token.is_in(request.headers)):
+                raise refused()
+            return self._readyz(request)
+
+        def brief(request: web.BaseRequest) -> web.Response:
+            body = health(self._core)
+            if token is None or not token.is_in(request.headers):
+                body = {"status": body["status"]}
+            return json_response(_indented(body), 200 if body["status"] == "ok" else 503)
+
+        return {
+            **self.public(),
+            "/health": _read_only(brief),
+            "/ping": _read_only(brief),
+            "/readyz": _read_only(readyz),
+            "/metrics": _read_only(with_token(self._metrics)),
         }
 
     def private(self) -> dict[str, Page]:
@@ -156,13 +191,14 @@ class Faces:
 class AdminPort:
     """Pages by exact path, else by what it begins with; nothing is forwarded but what a page forwards. `host`: where it
     listens. On loopback it answers to addresses and `localhost` alone: a page on this host's browser may be of a site
-    whose name leads here too.
+    whose name leads here too. With a `token` only probes are answered without it.
     """
 
-    def __init__(self, pages: dict[str, Page], host: str = "") -> None:
+    def __init__(self, pages: dict[str, Page], host: str = "", token: AdminToken | None = None) -> None:
         self.pages = pages
+        self._token = token
         self.prefixes: dict[str, Page] = {}
-        self._is_local = _is_loopback(host)
+        self._is_local = is_loopback(host)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = target_of(request).partition("?")[0]
@@ -171,6 +207,11 @@ class AdminPort:
             return ApiError(403, text, code="unknown_host").response()
         if request.method not in _GET and _is_of_another_site(request):
             return ApiError(403, "Nothing is changed from another site's page.", code="cross_origin").response()
+        if self._token is not None and not (path in _PROBES and path == request.raw_path):
+            try:
+                self._token.check(request.headers)
+            except ApiError as exc:
+                return exc.response()
         page = self.pages.get(path)
         if page is None:
             page = next((page for prefix, page in self.prefixes.items() if path.startswith(prefix)), None)
@@ -189,13 +230,6 @@ def _is_of_another_site(request: web.BaseRequest) -> bool:
     """A page that somebody looks at on this host could send requests here; browsers tell where it is from."""
     origin = request.headers.get("Origin")
     return origin is not None and origin.partition("://")[2] != request.headers.get("Host")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_by_address(given: str) -> bool:

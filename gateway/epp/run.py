@@ -27,7 +27,7 @@ from gateway.errors import UserError
 from gateway.extproc import tls
 from gateway.extproc.server import PickerServer, PickerSettings
 from gateway.proxy.server import HttpServer
-from gateway.service import Service, known_workers, run, with_policy
+from gateway.service import Service, known_workers, run, with_policy, without_keys
 from gateway.sidecar.hints import no_hints
 from gateway.tls import ServingCertificate, serving_certificate
 
@@ -50,12 +50,14 @@ class Epp(Service):
     sent to workers but what the gateway asks of engines itself.
     """
 
-    foreign_sections = ("sidecar",)
+    foreign_sections = ("sidecar", "auth")
 
     def __init__(self, config: Config) -> None:
         """Raises UserError."""
         settings = config.epp
-        config = _with_sidecar(config)
+        if config.tls.client_ca is not None and settings.tls != "files":
+            raise UserError("tls.client_ca needs epp.tls: files in the picker, whose clients then need certificates")
+        config = without_keys(_with_sidecar(config), "picker")
         if settings.tls != "files":  # tls.cert may be there for another face.
             config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))
         core = Core(config, retries=False)

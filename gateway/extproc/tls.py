@@ -21,7 +21,8 @@ def given(certificate: ServingCertificate) -> grpc.ServerCredentials:
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         return _of_files(certificate) if certificate.refresh() else None
 
-    return grpc.dynamic_ssl_server_credentials(_of_files(certificate), fetch)  # type: ignore[arg-type]
+    demands = certificate.client_ca is not None
+    return grpc.dynamic_ssl_server_credentials(_of_files(certificate), fetch, demands)  # type: ignore[arg-type]
 
 
 def self_signed() -> grpc.ServerCredentials:
@@ -30,8 +31,9 @@ def self_signed() -> grpc.ServerCredentials:
 
 
 def _of_files(certificate: ServingCertificate) -> grpc.ServerCertificateConfiguration:
-    cert, key = (Path(file).read_bytes() for file in certificate.files)
-    return grpc.ssl_server_certificate_configuration([(key, cert)])
+    cert, key = (Path(file).read_bytes() for file in certificate.pair)
+    roots = None if certificate.client_ca is None else Path(certificate.client_ca).read_bytes()
+    return grpc.ssl_server_certificate_configuration([(key, cert)], roots)
 
 
 def _new_pair() -> tuple[bytes, bytes]:

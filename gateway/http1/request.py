@@ -111,6 +111,9 @@ class RawRequest:
         self.is_read = True
         return rest
 
+    def certificate_name(self) -> str | None:
+        return self._connection.certificate_name()
+
     async def body(self, limit: int) -> bytes:
         if (self._head.length or 0) > limit:
             raise body_too_large(limit)

@@ -19,6 +19,7 @@ from urllib.parse import quote
 import msgspec
 from multidict import CIMultiDict
 
+from gateway.auth.door import Visit
 from gateway.engine.health import End
 from gateway.handoff.prefill_leg import RefusedByPrefill
 from gateway.proxy import errors, steps
@@ -46,7 +47,8 @@ _BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
 _SAFE_IN_OUTCOME = "!#$&'()*+,/:<>?@[]^_`{|}~-."
 
 
-Holder = Callable[[], Awaitable[str]]
+Holder = Callable[[CIMultiDict[str], str | None], Awaitable[str]]
+"""(headers that go on, tenant) -> the worker"""
 
 
 class Exchange:
@@ -61,6 +63,7 @@ class Exchange:
         "_relaying",
         "_server",
         "_usage",
+        "_visit",
         "_wait_s",
         "began_s",
         "headers",
@@ -103,6 +106,7 @@ class Exchange:
         self._dispatch: Dispatch | None = None
         self._plan_id: str | None = None
         self._usage: Usage | None = None
+        self._visit: Visit | None = None
         self._wait_s: float | None = None
         self._admitted = False
         self._relaying = False
@@ -142,6 +146,15 @@ class Exchange:
     # ---- the way there -----------------------------------------------------------------------------------------------
 
     async def _serve(self) -> Reply | None:
+        parts, is_preflight = self._parts, self.request.method == "OPTIONS"
+        tenant: str | None = None
+        if parts.tenancy.by_certificate:
+            tenant = self.request.certificate_name()
+        if parts.door is not None:
+            visit = self._visit = steps.at_door(parts, self.headers, anonymous=is_preflight)
+            if visit is not None:  # Before its body is read, which takes time and memory.
+                tenant = visit.tenant
+                steps.entered(parts, visit)
         try:
             body = await self.request.body(self._parts.max_body_bytes)
         except ApiError as exc:
@@ -153,11 +166,12 @@ class Exchange:
             self.headers,
             body,
             salted=self.route.queued,
-            anonymous=self.request.method == "OPTIONS",  # Browsers send preflights without the request's headers.
+            anonymous=is_preflight,  # Browsers send preflights without the request's headers.
+            authenticated=tenant,
         )
         self._server.admit()
         self._admitted = True
-        is_placed = self._holder is None and self.request.method != "OPTIONS" and bool(body)
+        is_placed = self._holder is None and not is_preflight and bool(body)
         members = members_of(body) if is_placed else None
         dispatch = self._dispatch = Dispatch(
             self._parts,
@@ -171,16 +185,18 @@ class Exchange:
                 raw=steps.cleaned(self._parts, body, members),
             ),
         )
-        if self._holder is not None and self.request.method != "OPTIONS":
-            await self._relay(await dispatch.at(await self._holder()), self.began_s)
+        if self._holder is not None and not is_preflight:
+            await self._relay(await dispatch.at(await self._holder(self.headers, tenant)), self.began_s)
             return None
         if not is_placed:
             await self._relay(await dispatch.anywhere(), self.began_s)
             return None
         hints = self._parts.hints(self.request)
-        facts = _with_hints(await self._facts(body, members), hints)
+        facts = _with_hints(await self._facts(body, members, tenant), hints)
         if tenant is not None:
             facts = msgspec.structs.replace(facts, tenant=tenant)
+        if self._visit is not None:
+            facts = steps.within_key(parts, self._visit, facts, self.headers, body, self.route)
         if facts.keep_local is None and self.request.is_leg:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
         queue = self._parts.queue
@@ -198,15 +214,16 @@ class Exchange:
         await self._relay(answer, began_s)
         return None
 
-    async def _facts(self, body: bytes, members: dict[str, Any] | None) -> RequestFacts:
+    async def _facts(self, body: bytes, members: dict[str, Any] | None, tenant: str | None) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
         booking_id = f"{self.record.request_id}/{id(self):x}"
-        return await steps.read_facts(self._parts, booking_id, self.route.tokens, body, self.headers, members)
+        return await steps.read_facts(self._parts, booking_id, self.route.tokens, body, self.headers, members, tenant)
 
     def _refused(self, refusal: RefusedByPrefill) -> Reply:
         """The prefill worker has said what is wrong with the request."""
         self.record.status = refusal.status
         reply = refusal.reply()
+        self._say_limits(reply.headers)
         self._name_choice(reply.headers)
         reply.headers.setdefault("X-Request-Id", self.record.request_id)
         reply.close = self._server.draining
@@ -221,6 +238,7 @@ class Exchange:
         good = answer.status < 400
         headers = response_headers(answer.upstream.raw_headers)
         headers.setdefault("X-Request-Id", record.request_id)
+        self._say_limits(headers)
         if flight is None:
             await self._send(answer, headers, None, None)
             return
@@ -252,6 +270,11 @@ class Exchange:
             flight.refused(answer.status)
         self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")
 
+    def _say_limits(self, headers: MutableMapping[str, str]) -> None:
+        """Those of its key, and what is left of them."""
+        if self._visit is not None:
+            headers.update(self._visit.headers())
+
     def _name_choice(self, headers: MutableMapping[str, str]) -> None:
         """`x-warmroute-outcome`, for whoever has planned the request in front of us, and for whoever wonders."""
         record = self.record
@@ -277,8 +300,9 @@ class Exchange:
 
     def _own_answer(self, error: ApiError) -> Reply:
         self.record.status, self.record.error = error.status, error.code
-        reply = Reply.of(error)
+        reply = Reply.of(error, self.record.path)
         reply.headers["X-Request-Id"] = self.record.request_id
+        self._say_limits(reply.headers)
         self._name_choice(reply.headers)
         reply.close = self._server.draining or error.status in _BODY_REASONS
         return reply
@@ -302,9 +326,23 @@ class Exchange:
         finally:
             if self._admitted:
                 self._server.leave()
+            if self._visit is not None:
+                self._settle(self._visit)
             steps.note_over(parts, record, self.began_s, self._flight, self._wait_s)
             if parts.recorder.active and self._flight is not None and self._was_answered():
                 steps.note_recorded(parts, self._flight, self.began_s, self._usage)
+
+    def _settle(self, visit: Visit) -> None:
+        """Count against its key what it took: what its answer says, else what went by, else what was reserved. Of one
+        that no worker has answered well, nothing.
+        """
+        flight, usage, record = self._flight, self._usage, self.record
+        if flight is not None and (record.status < 400 if self._relaying else record.cut == "client_left"):
+            if usage is not None:
+                visit.used(usage.prompt_tokens, usage.output_tokens or 0)
+            else:
+                visit.used(None, flight.streamed_tokens if flight.facts.streaming else None)
+        visit.leave()
 
     def _was_answered(self) -> bool:
         """Whether a prompt was, or began to be."""
