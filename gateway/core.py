@@ -17,6 +17,7 @@ from functools import partial
 
 import aiohttp
 
+from gateway.addresses import leads_to_metadata, resolver
 from gateway.auth.source import KeySource
 from gateway.config import Config
 from gateway.debug.decisions import Decisions
@@ -104,6 +105,7 @@ class Core:
                 request_timeout_s=config.gateway.request_timeout_s,
                 tls=tls,
                 http=config.gateway.http,
+                link_local=config.discovery.link_local,
             )
         )
         self.capabilities: dict[str, Capabilities] = {}
@@ -162,7 +164,12 @@ class Core:
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=config.gateway.pool_idle_s, ssl=tls),
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=config.gateway.pool_idle_s,
+                ssl=tls,
+                resolver=resolver(config.discovery.link_local),
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         headers = engine_headers(config)
@@ -276,8 +283,9 @@ class Core:
         if change.kind is ChangeKind.DRAINING:
             return
         self.leaving.stays(name)
-        if change.url is None:
-            _log.error("discovery names worker %s without a URL; it is left out", name)
+        if change.url is None or self.is_out_of_bounds(change.url):
+            why = "without a URL" if change.url is None else f"at {change.url}, which is nobody's worker"
+            _log.error("discovery names worker %s %s; it is left out", name, why)
             self._forget(name)
             return
         self._changes[name] = change
@@ -292,6 +300,10 @@ class Core:
             self._subscribe(name)
         self.planner.configure_worker(name)
         self.scraper.add(name, change.url, change.server_name)
+
+    def is_out_of_bounds(self, url: str) -> bool:
+        """Whether no worker may be there."""
+        return not self.config.discovery.link_local and leads_to_metadata(url)
 
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)

@@ -16,6 +16,7 @@ import msgspec
 
 from gateway import form
 from gateway.bad_request import BadRequest as BadRequest
+from gateway.depth import check_depth
 from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
 from gateway.proxy.headers import is_encoded
@@ -71,6 +72,8 @@ def decode_body(body: bytes) -> dict[str, Any]:
             decoded = json.loads(body)
         except (ValueError, RecursionError) as exc:
             reason = exc.msg if isinstance(exc, json.JSONDecodeError) else "it cannot be read"
+            if isinstance(exc, RecursionError):
+                reason = "it is nested too deep"
             raise BadRequest(f"The request body is not valid JSON: {reason}.", code="invalid_json") from None
     if not isinstance(decoded, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
@@ -134,6 +137,7 @@ class RequestReader:
             fields = decode_body(body) if members is None else members
         else:
             fields, left_out, cut_tokens = await self._large(body, kind)
+        check_depth(fields)
         facts = await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
         if kind == "responses" and isinstance(previous := fields.get("previous_response_id"), str) and previous:
             return await self._follow_up(facts, previous, headers, tenant)

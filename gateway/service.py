@@ -109,6 +109,7 @@ class Service:
             tls=core.tls,
             connect_timeout_s=config.gateway.connect_timeout_s,
             longest_s=config.gateway.request_timeout_s,
+            link_local=config.discovery.link_local,
         )
         self.faces = Faces(
             core,

@@ -164,6 +164,13 @@ class DiscoveryConfig(_Section, frozen=True):
         ),
     ] = ()
     interval_s: Annotated[float, Meta(ge=1, description="Period of resolving these names anew.")] = 5.0
+    link_local: Annotated[
+        bool,
+        Meta(
+            description="Take workers at link-local addresses too; else neither these nor others where clouds keep "
+            "metadata are connected to, whoever names them."
+        ),
+    ] = False
 
 
 class KubernetesConfig(_Section, frozen=True):

@@ -20,6 +20,7 @@ from gateway.proxy import errors
 from gateway.proxy.errors import ApiError, json_response, model_not_found
 from gateway.proxy.headers import request_headers
 from gateway.proxy.peer import Upstream, UpstreamError
+from gateway.proxy.server import target_of
 from gateway.proxy.upstream import UpstreamPool
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class ModelList:
 
     async def page(self, request: web.BaseRequest) -> web.Response:
         """GET /v1/models and GET /v1/models/{id}."""
-        path = request.raw_path.partition("?")[0]
+        path = target_of(request).partition("?")[0]
         if request.method != "GET":
             raise errors.method_not_allowed(request.method, path, frozenset({"GET"}))
         headers = request_headers(request.raw_headers)

@@ -24,6 +24,7 @@ from aiohttp import WSMsgType, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from gateway.addresses import resolver
 from gateway.auth.door import Visit
 from gateway.engine.health import End, State
 from gateway.proxy import errors, steps
@@ -43,6 +44,7 @@ logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)
 
 PATH = "/v1/realtime"
 _LONGEST_REQUEST_ID = 256
+_VERSION = "13"
 _LARGEST_MESSAGE_BYTES = 16 << 20
 """uvicorn's limit, and so vLLM's."""
 _UPGRADE_TIMEOUT_S = 10.0
@@ -101,12 +103,14 @@ class Realtime:
         tls: ssl.SSLContext | bool,
         connect_timeout_s: float,
         longest_s: float,
+        link_local: bool = False,
     ) -> None:
         self.parts = parts
         self.plane = plane
         self.longest_s = longest_s
         self.largest_bytes = min(parts.max_body_bytes, _LARGEST_MESSAGE_BYTES)
         self._tls = tls
+        self._link_local = link_local
         self._connect_timeout_s = connect_timeout_s
         self._http: aiohttp.ClientSession | None = None
 
@@ -120,7 +124,9 @@ class Realtime:
     def http(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=self._tls),
+                connector=aiohttp.TCPConnector(
+                    limit=0, force_close=True, ssl=self._tls, resolver=resolver(self._link_local)
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
                 skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -178,7 +184,7 @@ class _Session:
             if self._visit is not None:
                 response.headers.update(self._visit.headers())
             if exc.status == 426:
-                response.headers.update({"Upgrade": "websocket", "Sec-WebSocket-Version": "13"})
+                response.headers.update({"Upgrade": "websocket", "Sec-WebSocket-Version": _VERSION})
             return response
         except asyncio.CancelledError:
             if not self._over:
@@ -211,7 +217,9 @@ class _Session:
     def _check_upgrade(self) -> None:
         request = self._request
         wants = request.headers.get("Upgrade", "").lower() == "websocket"
-        if not wants or not web.WebSocketResponse().can_prepare(request):
+        # aiohttp takes the versions of drafts, too, whose frames nobody else understands the same way.
+        known = request.headers.get("Sec-WebSocket-Version", "").strip() == _VERSION
+        if not wants or not known or not web.WebSocketResponse().can_prepare(request):
             text = f"{PATH} is a WebSocket: ask for an upgrade to it (version 13)."
             raise ApiError(426, text, code="upgrade_required")
         if self._face.plane.draining:

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.auth import door as door_module
 from gateway.config.schema import TenancyConfig
+from gateway.proxy.routes import ROUTES
 from tests.support.auth import bearer, made
 from tests.support.proxy_world import Call, Stub, World, raw_request, until
 
@@ -417,3 +418,22 @@ async def test_what_a_key_costs_a_request() -> None:
             visit.headers()
             visit.leave()
         assert (time.thread_time() - began_s) / 2000 < 300e-6
+
+
+SALTED = sorted(path for path, route in ROUTES.items() if route.queued and "POST" in route.methods)
+
+
+@pytest.mark.parametrize("path", SALTED)
+async def test_every_path_that_runs_the_model_has_the_salt_of_its_tenant(path: str) -> None:
+    (one, a), (two, b) = made("a"), made("b")
+    async with Stub(ok) as stub, World({"a": stub.url}, keys=(a, b), tenancy=TenancyConfig(salt="derive")) as world:
+        salts = set()
+        for secret in (one, two):
+            body = {**CHAT, "prompt": "x", "input": "x", "cache_salt": "mine"}
+            assert (await world.post(body, path, **bearer(secret)))[0] == 200
+            salts.add(json.loads(stub.calls[-1].body)["cache_salt"])
+            for raw, kind in ((b"--b", "multipart/form-data; boundary=b"), (b"[]", "application/json")):
+                status, _, _ = await world.post(raw, path, **bearer(secret), **{"Content-Type": kind})
+                assert status == 400
+        assert len(salts) == 2
+        assert len(stub.calls) == 2
