@@ -131,6 +131,7 @@ class Realtime:
                 skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
+                trace_configs=[_not_elsewhere()],
             )
         return self._http
 
@@ -521,6 +522,18 @@ def _model_of(message: aiohttp.WSMessage) -> str | None:
 def _error_event(text: str, code: str | None) -> str:
     text = text.encode("utf-8", "replace").decode()
     return msgspec.json.encode({"type": "error", "error": text, "code": code}).decode()
+
+
+def _not_elsewhere() -> aiohttp.TraceConfig:
+    """`ws_connect` follows redirects: a worker could have us ask anybody."""
+
+    async def refuse(_: object, __: object, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+        answer = redirect.response
+        raise aiohttp.WSServerHandshakeError(answer.request_info, (), status=answer.status, message="a redirect")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse)
+    return trace
 
 
 async def _pump(

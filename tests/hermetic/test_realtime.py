@@ -16,7 +16,7 @@ from yarl import URL
 from gateway.config.schema import TenancyConfig
 from scorer.types import ChangeKind, WorkerChange
 from tests.support.gateway_world import Fleet, engine, until
-from tests.support.proxy_world import Stub, World
+from tests.support.proxy_world import Call, Stub, World
 from tests.support.sidecar_world import Pod
 
 AUDIO = {"type": "input_audio_buffer.append", "audio": base64.b64encode(b"\0\1" * 800).decode()}
@@ -522,3 +522,20 @@ async def test_a_frame_that_is_not_masked_ends_the_session_and_reaches_nobody(fl
     assert told.endswith(b"\x88\x02" + (1002).to_bytes(2, "big")) or b"\x03\xea" in told  # A close of ours.
     await until(lambda: not booked(fleet) and not fleet.gateway.plane.in_flight)
     assert all(session.model is None for server in fleet.engines.values() for session in server.sessions)
+
+
+async def test_a_worker_that_sends_us_elsewhere_is_not_followed() -> None:
+    async def never(call: Call) -> None:
+        await call.ok()
+
+    async with Stub(never) as elsewhere:
+
+        async def redirects(call: Call) -> None:
+            await call.ok(b"", f"Location: {elsewhere.url}/latest/meta-data", status="302 Found")
+
+        async with Stub(redirects) as stub, World({"a": stub.url}) as world:
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await world.http.ws_connect(f"{world.url}{PATH}?model=m", headers={"Authorization": "Bearer x"})
+            assert refused.value.status == 502
+            assert elsewhere.calls == []
+            await until(world.is_idle)
