@@ -120,7 +120,6 @@ class Service:
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
         self.admin_token = AdminToken.of(config.admin, os.environ)
-        check_reach(admin_host, f"{type(self).__name__.lower()}.admin_host", self.admin_token, config.admin)
         self.admin = AdminPort(
             {**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host, self.admin_token
         )
@@ -131,6 +130,8 @@ class Service:
             None if is_loopback(admin_host) else admin_certificate(config.tls, config.admin.client_ca)
         )
         tls = None if self._admin_certificate is None else self._admin_certificate.context
+        name = f"{type(self).__name__.lower()}.admin_host"
+        check_reach(admin_host, name, self.admin_token, config.admin, is_tls=tls is not None)
         self._admin = HttpServer(self.admin.handle, admin_host, admin_port, tls)
         self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)

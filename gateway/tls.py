@@ -51,6 +51,8 @@ class _Followed:
 
     def _begin(self) -> None:
         """Raises OSError."""
+        self.n_taken = 0
+        """Times that new files were taken since."""
         self._refused: _Stamp | None = None
         self._stamp = self._look()
         self.context = self._made()
@@ -68,6 +70,7 @@ class _Followed:
             _log.warning("the new %s is not used, the last good one stays: %s", self.what, _reason(exc))
             return False
         self._stamp, self._refused = stamp, None
+        self.n_taken += 1
         _log.info("the new %s is used from now on", self.what)
         return True
 

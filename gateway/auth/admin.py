@@ -74,14 +74,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_reach(host: str, key: str, token: AdminToken | None, settings: AdminConfig) -> None:
+def check_reach(host: str, key: str, token: AdminToken | None, settings: AdminConfig, *, is_tls: bool) -> None:
     """Raises UserError where anybody could get at a port that listens on `host`."""
-    if is_loopback(host) or token is not None or settings.client_ca is not None or settings.unprotected:
+    demands = settings.client_ca is not None and is_tls
+    if is_loopback(host) or token is not None or demands or settings.unprotected:
         return
     raise UserError(
         f"{key}: {host} is not this machine's own, and engine controls are there: set a token (the environment "
-        f"variable {settings.token_env}, or admin.token_file), admin.client_ca, or admin.unprotected where something "
-        "else keeps others away"
+        f"variable {settings.token_env}, or admin.token_file), admin.client_ca with a certificate to serve with, or "
+        "admin.unprotected where something else keeps others away"
     )
 
 

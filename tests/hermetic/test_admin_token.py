@@ -58,6 +58,13 @@ async def test_off_the_loopback_no_face_starts_without_a_token(
         face(config())
 
 
+async def test_a_ca_of_operators_is_no_protection_where_there_is_no_tls() -> None:
+    """The picker takes tls.cert for itself only with epp.tls: files."""
+    for face in (Gateway, Epp):
+        with pytest.raises(UserError, match="admin_host"):
+            face(config(host=ANYWHERE, admin=AdminConfig(client_ca="ca.pem")))
+
+
 async def test_with_a_token_only_probes_are_answered_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, TOKEN)
     async with Gateway(config()) as gateway, aiohttp.ClientSession() as http:
