@@ -25,6 +25,12 @@ class Refused(UserError):
     """The gateway answered, and said no."""
 
 
+def token_headers() -> dict[str, str]:
+    """What shows an admin port who we are."""
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 def ask(
     url: str,
     body: bytes | None = None,
@@ -38,9 +44,7 @@ def ask(
     """
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url} is no http:// or https:// URL")
-    sent = {"Content-Type": "application/json", **headers}
-    if token := os.environ.get(TOKEN_VARIABLE, "").strip():
-        sent["Authorization"] = f"Bearer {token}"
+    sent = {"Content-Type": "application/json", **headers, **token_headers()}
     request = urllib.request.Request(url, body, sent, method=method)  # noqa: S310 - checked above
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from multidict import CIMultiDict
 
 from gateway.admin_client import Refused, ask
 from gateway.auth.admin import AdminToken
@@ -24,6 +26,7 @@ from gateway.config.schema import (
 )
 from gateway.epp.run import Epp
 from gateway.errors import UserError
+from gateway.record.command import Recording
 from gateway.run import Gateway
 from gateway.sidecar.run import Sidecar
 from tests.support.auth import bearer, made, write_keys
@@ -103,13 +106,16 @@ async def test_with_a_token_only_probes_are_answered_without(monkeypatch: pytest
             assert response.status == 403
 
 
-async def test_commands_send_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
+async def test_commands_send_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, TOKEN)
     async with Gateway(config()) as gateway:
         url = f"http://127.0.0.1:{gateway.admin_port}/admin/workers"
         assert len((await asyncio.to_thread(ask, url))["workers"]) == 1
+        admin = f"http://127.0.0.1:{gateway.admin_port}"
+        row = Recording(admin, tmp_path / "trace.jsonl")
+        running = asyncio.ensure_future(row.run())
+        await asyncio.wait_for(row.begun.wait(), 10)
+        running.cancel()
         monkeypatch.setenv(VARIABLE, "another token of them")
         with pytest.raises(Refused, match="admin token"):
             await asyncio.to_thread(ask, url)
@@ -123,8 +129,6 @@ def test_a_token_of_a_file(tmp_path: Path) -> None:
     file.write_text(TOKEN + "\n")
     token = AdminToken.of(settings, {VARIABLE: "x"})
     assert token is not None
-    from multidict import CIMultiDict
-
     assert token.is_in(CIMultiDict(bearer(TOKEN)))
     assert not token.is_in(CIMultiDict(bearer("x" + TOKEN)))
     assert not token.is_in(CIMultiDict([("Authorization", f"Bearer {TOKEN}")] * 2))
