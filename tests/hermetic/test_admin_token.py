@@ -27,6 +27,7 @@ from gateway.config.schema import (
 from gateway.epp.run import Epp
 from gateway.errors import UserError
 from gateway.record.command import Recording
+from gateway.record.recorder import PATH as RECORD
 from gateway.run import Gateway
 from gateway.sidecar.run import Sidecar
 from tests.support.auth import bearer, made, write_keys
@@ -112,7 +113,7 @@ async def test_commands_send_the_token(tmp_path: Path, monkeypatch: pytest.Monke
         url = f"http://127.0.0.1:{gateway.admin_port}/admin/workers"
         assert len((await asyncio.to_thread(ask, url))["workers"]) == 1
         admin = f"http://127.0.0.1:{gateway.admin_port}"
-        row = Recording(admin, tmp_path / "trace.jsonl")
+        row = Recording(admin + RECORD, tmp_path / "trace.jsonl")
         running = asyncio.ensure_future(row.run())
         await asyncio.wait_for(row.begun.wait(), 10)
         running.cancel()
