@@ -15,7 +15,7 @@ from gateway.proxy.realtime import PATH as REALTIME
 from gateway.proxy.routes import WORKERS
 from gateway.proxy.stored_pages import StoredPages
 from gateway.proxy.workers import WorkersPage
-from gateway.service import Service, known_workers, run, with_policy
+from gateway.service import Service, admin_token_of, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader, no_hints
 from gateway.sidecar.targets import Targets
 from gateway.tls import scheme_of_workers
@@ -32,6 +32,7 @@ class Gateway(Service):
     def __init__(self, config: Config) -> None:
         config = with_policy(config, config.pd.policy or _POLICY)
         settings = config.gateway
+        admin_token = admin_token_of(config, settings.admin_host, "gateway.admin_host")
         core = Core(config)
         self._targets = Targets(core.fleet, core.apply, config.pd.allow, scheme=scheme_of_workers(config.tls))
         hints = no_hints
@@ -42,6 +43,7 @@ class Gateway(Service):
             hints,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
+            admin_token=admin_token,
             controlled=lambda: sorted(core.fleet.workers),
         )
         models = ModelList(core.upstreams, lambda: list(core.fleet.workers), self.plane.parts.door)

@@ -66,10 +66,13 @@ class Service:
         *,
         admin_host: str,
         admin_port: int,
+        admin_token: AdminToken | None,
         controlled: Callable[[], list[str]],
         unreachable_status: int = 502,
     ) -> None:
-        """`controlled` names the workers that engine controls on the admin port reach. Raises UserError."""
+        """`admin_token` as `admin_token_of` gives it; `controlled` names the workers that engine controls on the admin
+        port reach. Raises UserError.
+        """
         self.core = core
         self.config = config = core.config
         self.access = AccessLog(config.logging.format, enabled=logs_requests(config.logging.level))
@@ -119,7 +122,7 @@ class Service:
             name=type(self).__name__.lower(),
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
-        self.admin_token = AdminToken.of(config.admin, os.environ)
+        self.admin_token = admin_token
         self.admin = AdminPort(
             {**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host, self.admin_token
         )
@@ -130,8 +133,6 @@ class Service:
             None if is_loopback(admin_host) else admin_certificate(config.tls, config.admin.client_ca)
         )
         tls = None if self._admin_certificate is None else self._admin_certificate.context
-        name = f"{type(self).__name__.lower()}.admin_host"
-        check_reach(admin_host, name, self.admin_token, config.admin, is_tls=tls is not None)
         self._admin = HttpServer(self.admin.handle, admin_host, admin_port, tls)
         self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)
@@ -281,6 +282,13 @@ def _is_followed(kubernetes: KubernetesConfig) -> bool:
 def with_policy(config: Config, policy: str) -> Config:
     """`config` with the disaggregation policy in force, which differs from face to face."""
     return msgspec.structs.replace(config, pd=msgspec.structs.replace(config.pd, policy=policy))
+
+
+def admin_token_of(config: Config, host: str, key: str) -> AdminToken | None:
+    """Of an admin port that listens on `host`, as `key` says. Raises UserError, also where there must be one."""
+    token = AdminToken.of(config.admin, os.environ)
+    check_reach(host, key, token, config.admin, is_tls=config.tls.cert is not None)
+    return token
 
 
 def without_keys(config: Config, face: str) -> Config:

@@ -26,7 +26,7 @@ from gateway.errors import UserError
 from gateway.extproc.server import PickerServer, PickerSettings
 from gateway.extproc.tls import Given, Identity, SelfSigned
 from gateway.proxy.server import HttpServer
-from gateway.service import Service, known_workers, run, with_policy, without_keys
+from gateway.service import Service, admin_token_of, known_workers, run, with_policy, without_keys
 from gateway.sidecar.hints import no_hints
 from gateway.tls import ServingCertificate
 
@@ -59,12 +59,14 @@ class Epp(Service):
         config = without_keys(_with_sidecar(config), "picker")
         if settings.tls != "files":  # tls.cert may be there for another face.
             config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))
+        admin_token = admin_token_of(config, settings.admin_host, "epp.admin_host")
         core = Core(config, retries=False)
         super().__init__(
             core,
             no_hints,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
+            admin_token=admin_token,
             controlled=lambda: sorted(core.fleet.workers),
         )
         self.objectives = Objectives(read_objectives(settings.objectives))

@@ -15,7 +15,7 @@ from gateway.core import Core
 from gateway.discovery import Discovery, StaticDiscovery
 from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.realtime import PATH as REALTIME
-from gateway.service import Service, is_any_known, known_workers, run, with_policy, without_keys
+from gateway.service import Service, admin_token_of, is_any_known, known_workers, run, with_policy, without_keys
 from gateway.sidecar.hints import HintReader
 from gateway.sidecar.passing import Passing
 from gateway.sidecar.pod import Pod
@@ -43,6 +43,7 @@ class Sidecar(Service):
         # Whoever sent it here has chosen this pod, and knows whose it is.
         config = without_keys(config, "sidecar")
         config = msgspec.structs.replace(config, queue=QueueConfig(enabled=False), tenancy=TenancyConfig())
+        admin_token = admin_token_of(config, settings.admin_host, "sidecar.admin_host")
         core = Core(config)
         self.pod = pod = Pod(settings.engine, settings.data_parallel_size, lambda: self.ports)
         if not (pd.allow or is_any_known(config)):
@@ -63,6 +64,7 @@ class Sidecar(Service):
             reader.read,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
+            admin_token=admin_token,
             controlled=lambda: pod.names,
             unreachable_status=_REFUSED,
         )

@@ -54,9 +54,9 @@ async def test_off_the_loopback_no_face_starts_without_a_token(
 ) -> None:
     with pytest.raises(UserError, match=rf"{face.__name__.lower()}\.admin_host: 0\.0\.0\.0 .*{VARIABLE}"):
         face(config(host=ANYWHERE))
-    face(config(host=ANYWHERE, admin=AdminConfig(unprotected=True)))
+    await face(config(host=ANYWHERE, admin=AdminConfig(unprotected=True))).close()
     monkeypatch.setenv(VARIABLE, TOKEN)
-    face(config(host=ANYWHERE))
+    await face(config(host=ANYWHERE)).close()
     monkeypatch.setenv(VARIABLE, "short")
     with pytest.raises(UserError, match="16 characters"):
         face(config())
