@@ -42,8 +42,11 @@ def is_metadata(address: str | IPv4Address | IPv6Address) -> bool:
 
 
 def leads_to_metadata(url: str) -> bool:
-    """Of a URL whose host is an address."""
-    return is_metadata(urlsplit(url).hostname or "")
+    """Of a URL whose host is an address; of what is no URL, no."""
+    try:
+        return is_metadata(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
 
 
 def usable(infos: list[Any]) -> list[Any]:
