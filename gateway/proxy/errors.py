@@ -64,7 +64,9 @@ class ApiError(Exception):
 
     def body_for(self, path: str) -> bytes:
         """In the shape of the API at `path`: OpenAI's, or Anthropic's."""
-        return self.body if not path.startswith(_MESSAGES) else _anthropic_body(self.status, self.message)
+        if not path.startswith(_MESSAGES):
+            return self.body
+        return _anthropic_body(self.status, self.message, self.code)
 
     def headers(self) -> CIMultiDict[str]:
         headers = CIMultiDict({"Content-Type": _JSON, "Server": SERVER_NAME})
@@ -86,10 +88,11 @@ def error_body(message: str, type_: str, *, code: str | None = None, param: str 
     return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
 
 
-def _anthropic_body(status: int, message: str) -> bytes:
+def _anthropic_body(status: int, message: str, code: str | None) -> bytes:
+    """With our code, which Anthropic's have not, beside what their clients look at."""
     message = message.encode("utf-8", "replace").decode()
     type_ = _ANTHROPIC_TYPES.get(status) or (INVALID if status < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": type_, "message": message}})
+    return msgspec.json.encode({"type": "error", "error": {"type": type_, "message": message, "code": code}})
 
 
 def log_unexpected(log: logging.Logger, what: str, exc: BaseException) -> None:
