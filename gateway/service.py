@@ -18,7 +18,7 @@ from gateway.cli import Parser
 from gateway.config import Config, load_config
 from gateway.config.flags import Aliases, add_config_flags, flags_of, parse_flags
 from gateway.config.schema import AuthConfig, KubernetesConfig
-from gateway.core import Core
+from gateway.core import Core, engine_headers
 from gateway.debug.faces import AdminPort, Faces
 from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, RenewedList, StaticDiscovery
 from gateway.discovery.kubernetes import KubernetesDiscovery, RewriteRule, access_of
@@ -124,7 +124,10 @@ class Service:
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
         self.admin_token = admin_token
         self.admin = AdminPort(
-            {**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host, self.admin_token
+            {**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()},
+            admin_host,
+            admin_token,
+            engine_headers(config),
         )
         self.admin.pages[RESET] = IndexReset(core, controls).page
         self.admin.pages[LOG_LEVEL] = self.log_level.page

@@ -28,6 +28,8 @@ from scorer.planner import ModelNotFound, NoWorker, Planner
 from scorer.types import RequestFacts
 
 _REFUSED = 1
+TENANT_HEADER = "x-warmroute-tenant"
+"""Whose request it would be, where keys or certificates say so: on the admin port it is believed."""
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
 
 
@@ -38,8 +40,10 @@ async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str
     try:
         kind = kind_of(body, kind)
         began_s = time.monotonic()
-        _, body = core.tenancy.take(CIMultiDict(headers), body, salted=True, anonymous=True)
-        facts = await core.reader.read("explain", kind, body, headers)
+        tenant, body = core.tenancy.take(
+            CIMultiDict(headers), body, salted=True, anonymous=True, authenticated=headers.get(TENANT_HEADER)
+        )
+        facts = await core.reader.read("explain", kind, body, headers, tenant=tenant)
     except BadRequest as exc:
         raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
     answer = explained(core.planner, facts, core.up.names(), core.rng, core.config.pd.policy, time.monotonic())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from ipaddress import ip_address
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -191,12 +192,20 @@ class Faces:
 class AdminPort:
     """Pages by exact path, else by what it begins with; nothing is forwarded but what a page forwards. `host`: where it
     listens. On loopback it answers to addresses and `localhost` alone: a page on this host's browser may be of a site
-    whose name leads here too. With a `token` only probes are answered without it.
+    whose name leads here too. With a `token` only probes are answered without it; pages, some of which ask engines on
+    behalf of whoever asks them, see `engine_headers` in its place.
     """
 
-    def __init__(self, pages: dict[str, Page], host: str = "", token: AdminToken | None = None) -> None:
+    def __init__(
+        self,
+        pages: dict[str, Page],
+        host: str = "",
+        token: AdminToken | None = None,
+        engine_headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.pages = pages
         self._token = token
+        self._engine_headers = engine_headers or {}
         self.prefixes: dict[str, Page] = {}
         self._is_local = is_loopback(host)
 
@@ -212,6 +221,10 @@ class AdminPort:
                 self._token.check(request.headers)
             except ApiError as exc:
                 return exc.response()
+            headers = CIMultiDict(request.headers)
+            headers.popall("Authorization", None)
+            headers.update(self._engine_headers)
+            request = request.clone(headers=headers)
         page = self.pages.get(path)
         if page is None:
             page = next((page for prefix, page in self.prefixes.items() if path.startswith(prefix)), None)

@@ -22,6 +22,8 @@ class Record(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
 
     request_id: str
     client: str | None = None
+    tenant: str | None = None
+    """Of its API key; what a header says may be secret."""
     method: str
     path: str
     status: int

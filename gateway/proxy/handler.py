@@ -153,7 +153,7 @@ class Exchange:
         if parts.door is not None:
             visit = self._visit = steps.at_door(parts, self.headers, anonymous=is_preflight)
             if visit is not None:  # Before its body is read, which takes time and memory.
-                tenant = visit.tenant
+                tenant = self.record.tenant = visit.tenant
                 steps.entered(parts, visit)
         try:
             body = await self.request.body(self._parts.max_body_bytes)

@@ -170,6 +170,7 @@ class _Session:
             self._check_upgrade()
             visit = self._visit = steps.at_door(self._parts, self._headers)
             if visit is not None:
+                self._record.tenant = visit.tenant
                 steps.entered(self._parts, visit)
             authenticated = None if visit is None else visit.tenant
             if self._parts.tenancy.by_certificate:

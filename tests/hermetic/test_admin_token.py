@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from multidict import CIMultiDict
 
@@ -31,6 +32,7 @@ from gateway.record.recorder import PATH as RECORD
 from gateway.run import Gateway
 from gateway.sidecar.run import Sidecar
 from tests.support.auth import bearer, made, write_keys
+from tests.support.proxy_world import Call, Stub
 
 TOKEN = "a-token-of-the-tests"
 ANYWHERE = "0.0.0.0"
@@ -157,3 +159,31 @@ async def test_where_clients_need_keys_the_main_port_tells_others_only_whether_i
                 assert response.status == 503
             async with http.get(main + "/livez", headers=headers) as response:
                 assert response.status == 200
+
+
+@pytest.mark.parametrize("engines", ["", "the engines' key"])
+async def test_engines_never_see_the_token(engines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    monkeypatch.setenv("VLLM_API_KEY", engines)
+    heads: list[bytes] = []
+
+    async def notes(call: Call) -> None:
+        if not call.line.startswith("GET /metrics"):
+            heads.append(call.head)
+        await call.ok()
+
+    async with Stub(notes) as one, Stub(notes) as two:
+        workers = (Worker(url=one.url, name="a"), Worker(url=two.url, name="b"))
+        settings = msgspec.structs.replace(config(), workers=workers)
+        async with Gateway(settings) as gateway, aiohttp.ClientSession(headers=bearer(TOKEN)) as http:
+            admin = f"http://127.0.0.1:{gateway.admin_port}"
+            async with http.post(admin + "/sleep?level=1", json={}) as response:
+                assert response.status in (200, 502, 503)
+            body = {"model": "m", "input": "x", "previous_response_id": "r"}
+            async with http.post(admin + "/debug/explain?kind=responses", json=body) as response:
+                await response.read()
+    asked = [head for head in heads if head.startswith((b"POST /sleep", b"GET /v1/responses"))]
+    assert len(asked) >= 2
+    for head in asked:
+        assert TOKEN.encode() not in head
+        assert (f"Bearer {engines}".encode() in head) is bool(engines)

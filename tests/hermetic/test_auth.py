@@ -98,6 +98,7 @@ async def test_a_key_comes_in_either_header_and_goes_no_further(how: str) -> Non
     }[how]
     async with Stub(ok) as stub, World({"a": stub.url}, keys=(key,)) as world:
         assert (await world.post(BODY, **headers))[0] == 200
+        assert [record["tenant"] for record in await world.records()] == ["acme"]
         assert secret not in stub.calls[0].head.decode()
         assert stub.calls[0].header("Authorization") is None
         assert secret not in world.log.getvalue()

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.auth import keys
 from gateway.cli import main
-from gateway.config.schema import AuthConfig
+from gateway.config.schema import AuthConfig, TenancyConfig
 from gateway.debug.health import DEGRADATIONS
 from gateway.errors import UserError
 from tests.support.auth import bearer, made, write_keys
@@ -107,6 +107,23 @@ async def test_a_list_of_models_has_those_of_the_key(file: Path) -> None:
         async with fleet.http.get(fleet.url + "/v1/models") as response:
             assert response.status == 401
             assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+async def test_a_tenants_request_is_explained_on_the_admin_port(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHE_SALT_SECRET", "s" * 32)
+    secret, key = made("acme")
+    write_keys(file, key)
+    settings = AuthConfig(keys_file=str(file))
+    async with Fleet(a=engine(), auth=settings, tenancy=TenancyConfig(salt="derive")) as fleet:
+        body = {**BODY, "prompt": list(range(200))}
+        assert await status(fleet, secret, body=body) == 200
+        await until(lambda: fleet.core.index.stats()["entries"])
+        cached = {}
+        for tenant in ("acme", "other", None):
+            headers = {} if tenant is None else {"X-Warmroute-Tenant": tenant}
+            async with fleet.http.post(fleet.admin + "/debug/explain", json=body, headers=headers) as response:
+                cached[tenant] = (await response.json())["considered"][0]["cached_tokens"]
+        assert cached == {"acme": 192, "other": 0, None: 0}
 
 
 @pytest.fixture
