@@ -56,6 +56,8 @@ class Epp(Service):
         settings = config.epp
         if config.tls.client_ca is not None and settings.tls != "files":
             raise UserError("tls.client_ca needs epp.tls: files in the picker, whose clients then need certificates")
+        if config.tenancy.certificate:
+            raise UserError("tenancy.certificate is not for the picker, who sees no client: use tenancy.header")
         config = without_keys(_with_sidecar(config), "picker")
         if settings.tls != "files":  # tls.cert may be there for another face.
             config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))

@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 _LONGEST_REQUEST_ID = 256
 _ID_PREFIX = secrets.token_hex(10)
 _ids = count(1)
+_PREFLIGHT_BYTES = 1024
 _BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
 _SAFE_IN_OUTCOME = "!#$&'()*+,/:<>?@[]^_`{|}~-."
 
@@ -155,8 +156,10 @@ class Exchange:
             if visit is not None:  # Before its body is read, which takes time and memory.
                 tenant = self.record.tenant = visit.tenant
                 steps.entered(parts, visit)
+        # Preflights need no key, and bring nothing.
+        limit = _PREFLIGHT_BYTES if is_preflight and parts.door is not None else parts.max_body_bytes
         try:
-            body = await self.request.body(self._parts.max_body_bytes)
+            body = await self.request.body(limit)
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise

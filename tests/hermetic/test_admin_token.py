@@ -23,6 +23,7 @@ from gateway.config.schema import (
     GatewayConfig,
     LoggingConfig,
     SidecarConfig,
+    TenancyConfig,
     Worker,
 )
 from gateway.epp.run import Epp
@@ -69,6 +70,11 @@ async def test_a_ca_of_operators_is_no_protection_where_there_is_no_tls() -> Non
     for face in (Gateway, Epp):
         with pytest.raises(UserError, match="admin_host"):
             face(config(host=ANYWHERE, admin=AdminConfig(client_ca="ca.pem")))
+
+
+async def test_the_picker_knows_no_clients_certificates() -> None:
+    with pytest.raises(UserError, match=r"tenancy\.certificate"):
+        Epp(config(tenancy=TenancyConfig(certificate=True)))
 
 
 async def test_with_a_token_only_probes_are_answered_without(monkeypatch: pytest.MonkeyPatch) -> None:
