@@ -45,7 +45,7 @@ from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
 from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
-from gateway.tls import client_certificate, client_context
+from gateway.tls import client_context, trust_of_workers
 from gateway.tokens import TokenService, TokenSettings
 from indexer import PrefixIndex
 from scorer.cost import CostModel
@@ -97,7 +97,7 @@ class Core:
         self.recorder = Recorder()
         self.health = Health(_health_settings(config))
         tls = self.tls = client_context(config.tls)
-        self.client_certificate = client_certificate(config.tls, tls)
+        self.trust_of_workers = trust_of_workers(config.tls, tls)
         self.upstreams = UpstreamPool(
             PoolSettings(
                 connect_timeout_s=config.gateway.connect_timeout_s,

@@ -229,7 +229,7 @@ class Service:
         while True:
             await asyncio.sleep(_UPKEEP_S)
             try:
-                for each in (self.certificate, self._admin_certificate, self.core.client_certificate):
+                for each in (self.certificate, self._admin_certificate, self.core.trust_of_workers):
                     if each is not None:
                         await asyncio.to_thread(each.refresh)
                 if self._reloading is not None:

@@ -113,30 +113,34 @@ class ServingCertificate(_Followed):
             context.verify_mode = ssl.CERT_REQUIRED
 
 
-class ClientCertificate(_Followed):
-    """Shows `tls.client_cert` to engines and workers, by the context that `client_context` has made."""
+class TrustOfWorkers(_Followed):
+    """Follows `tls.ca`, and `tls.client_cert` with its key, for the context that `client_context` has made of them."""
 
-    what = "client certificate"
+    what = "certificate towards workers"
 
-    def __init__(self, cert: str, key: str, context: ssl.SSLContext) -> None:
-        self._pair = self.files = (cert, key)
+    def __init__(self, tls: TlsConfig, context: ssl.SSLContext) -> None:
+        self._tls = tls
+        self.files = tuple(file for file in (tls.ca, tls.client_cert, tls.client_key) if file is not None)
         self._begin()
         self.context = context
 
     def _made(self) -> ssl.SSLContext:
-        context = ssl.create_default_context()
+        context = ssl.create_default_context(cafile=self._tls.ca)
         self._fill(context)
         return context
 
     def _fill(self, context: ssl.SSLContext) -> None:
-        context.load_cert_chain(*self._pair)
+        if self._tls.ca is not None:
+            context.load_verify_locations(self._tls.ca)
+        if self._tls.client_cert is not None:
+            context.load_cert_chain(self._tls.client_cert, self._tls.client_key)
 
 
-def client_certificate(tls: TlsConfig, context: ssl.SSLContext | bool) -> ClientCertificate | None:
-    """None: `context`, which `client_context` made, shows none."""
-    if tls.client_cert is None or tls.client_key is None or isinstance(context, bool):
+def trust_of_workers(tls: TlsConfig, context: ssl.SSLContext | bool) -> TrustOfWorkers | None:
+    """None: `context`, which `client_context` made, has no files."""
+    if isinstance(context, bool) or (tls.ca is None and tls.client_cert is None):
         return None
-    return ClientCertificate(tls.client_cert, tls.client_key, context)
+    return TrustOfWorkers(tls, context)
 
 
 def serving_certificate(tls: TlsConfig) -> ServingCertificate | None:

@@ -52,7 +52,7 @@ def config(*, host: str = "127.0.0.1", **sections: Any) -> Config:
 
 
 @pytest.mark.parametrize("face", [Gateway, Sidecar, Epp])
-async def test_off_the_loopback_no_face_starts_without_a_token(
+async def test_o8_off_the_loopback_no_face_starts_without_a_token(
     face: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=rf"{face.__name__.lower()}\.admin_host: 0\.0\.0\.0 .*{VARIABLE}"):

@@ -356,7 +356,7 @@ async def test_a_priority_outside_the_range_of_a_key_is_refused_and_one_inside_r
             assert (status, seen) == expected
 
 
-async def test_the_tenant_is_that_of_the_key_whatever_a_header_says() -> None:
+async def test_o6_the_tenant_is_that_of_the_key_whatever_a_header_says() -> None:
     (one, a), (two, b) = made("a"), made("b")
     tenancy = TenancyConfig(header="x-tenant", salt="derive", forward_header=True)
     async with Stub(ok) as stub, World({"a": stub.url}, keys=(a, b), tenancy=tenancy) as world:

@@ -156,7 +156,7 @@ async def test_we_show_workers_a_certificate_and_take_a_renewed_one(pki: Pki) ->
         pod = await stack.enter_async_context(Pod(engine_url=url, tls=tls))
         await until(lambda: pod.core.capabilities)
         assert (await pod.complete())[0] == 200
-        followed = pod.core.client_certificate
+        followed = pod.core.trust_of_workers
         assert followed is not None
         assert not followed.refresh()
         pki.clients.issue("ours", "gateway.example")
@@ -165,6 +165,21 @@ async def test_we_show_workers_a_certificate_and_take_a_renewed_one(pki: Pki) ->
         cut_short(key)
         assert not followed.refresh()
         assert (await pod.complete())[0] == 200
+
+
+async def test_a_ca_of_workers_that_is_added_counts_without_a_restart(pki: Pki, tmp_path: Path) -> None:
+    second = Authority(tmp_path, "second")
+    trusted = tmp_path / "workers.pem"
+    joined(trusted, second.file)
+    async with (
+        Pod(tls=pki.serving()) as behind,
+        Pod(engine_url=f"https://127.0.0.1:{behind.sidecar.port}", tls=TlsConfig(ca=str(trusted))) as pod,
+    ):
+        assert (await pod.ask("GET", "/health"))[0] == 503
+        joined(trusted, second.file, pki.servers.file)
+        assert pod.core.trust_of_workers is not None
+        assert pod.core.trust_of_workers.refresh()
+        assert (await pod.ask("GET", "/health"))[0] == 200
 
 
 async def test_the_admin_port_off_the_loopback_knows_its_clients_by_another_ca(pki: Pki) -> None:
