@@ -22,7 +22,7 @@ UPSTREAM = "upstream_error"
 TIMEOUT = "timeout_error"
 INTERNAL = "internal_error"
 
-_MESSAGES = "/v1/messages"
+_ANTHROPIC = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -64,9 +64,7 @@ class ApiError(Exception):
 
     def body_for(self, path: str) -> bytes:
         """In the shape of the API at `path`: OpenAI's, or Anthropic's."""
-        if not path.startswith(_MESSAGES):
-            return self.body
-        return _anthropic_body(self.status, self.message, self.code)
+        return _anthropic_body(self) if path in _ANTHROPIC else self.body
 
     def headers(self) -> CIMultiDict[str]:
         headers = CIMultiDict({"Content-Type": _JSON, "Server": SERVER_NAME})
@@ -88,11 +86,12 @@ def error_body(message: str, type_: str, *, code: str | None = None, param: str 
     return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
 
 
-def _anthropic_body(status: int, message: str, code: str | None) -> bytes:
-    """With our code, which Anthropic's have not, beside what their clients look at."""
-    message = message.encode("utf-8", "replace").decode()
-    type_ = _ANTHROPIC_TYPES.get(status) or (INVALID if status < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": type_, "message": message, "code": code}})
+def _anthropic_body(error: ApiError) -> bytes:
+    """With our code and param, which Anthropic's have not, beside what their clients look at."""
+    message = error.message.encode("utf-8", "replace").decode()
+    type_ = _ANTHROPIC_TYPES.get(error.status) or (INVALID if error.status < 500 else "api_error")
+    body = {"type": type_, "message": message, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"type": "error", "error": body})
 
 
 def log_unexpected(log: logging.Logger, what: str, exc: BaseException) -> None:

@@ -130,6 +130,7 @@ async def test_anthropic_clients_get_errors_of_their_own_shape() -> None:
                 "error": {
                     "type": "authentication_error",
                     "message": "You must give an API key: `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+                    "param": None,
                     "code": "invalid_api_key",
                 },
             }
