@@ -208,11 +208,15 @@ class Visit:
         self._entry.tokens["prompt"].inc(prompt)
         self._entry.tokens["output"].inc(output)
 
-    def leave(self) -> None:
-        """It is over. What was reserved and not used is given back."""
+    def unused(self) -> None:
+        """Give back what was reserved, unless it is known what was used."""
         if not self._settled and self._prompt_tokens is not None:
             self._settled = True
             self._entry.account.settle(self._reserved, 0, time.monotonic())
+
+    def leave(self) -> None:
+        """It is over."""
+        self.unused()
         if self._entered:
             self._entered = False
             self._entry.account.leave()

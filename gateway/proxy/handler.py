@@ -274,8 +274,10 @@ class Exchange:
         self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")
 
     def _say_limits(self, headers: MutableMapping[str, str]) -> None:
-        """Those of its key, and what is left of them."""
+        """Those of its key, and what is left of them. An answer that is no good one costs no tokens."""
         if self._visit is not None:
+            if self.record.status >= 400:
+                self._visit.unused()
             headers.update(self._visit.headers())
 
     def _name_choice(self, headers: MutableMapping[str, str]) -> None:

@@ -286,10 +286,14 @@ async def test_a_request_that_nobody_answers_well_costs_no_tokens() -> None:
 
     secret, key = made(tokens_per_minute=1000)
     async with Stub(refuses) as stub, World({"a": stub.url}, keys=(key,)) as world:
-        assert (await world.post({**BODY, "max_tokens": 900}, **bearer(secret)))[0] == 400
+        status, _, headers = await world.post({**BODY, "max_tokens": 900}, **bearer(secret))
+        assert status == 400
+        assert int(headers["x-ratelimit-remaining-tokens"]) >= 999
         assert tokens_left(world, secret) >= 999
         world.down.add("a")
-        assert (await world.post({**BODY, "max_tokens": 900}, **bearer(secret)))[0] == 503
+        status, _, headers = await world.post({**BODY, "max_tokens": 900}, **bearer(secret))
+        assert status == 503
+        assert int(headers["x-ratelimit-remaining-tokens"]) >= 999
         assert tokens_left(world, secret) >= 999
 
 
