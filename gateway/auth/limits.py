@@ -4,8 +4,8 @@ Requests and tokens are buckets that are full at first and fill again at their r
 two minutes' worth may come in one. Tokens are reserved before they are used, as many as a request may take, and put
 right when it is known how many it took; a request that took more leaves a debt that later ones wait for.
 
-Times are monotonic seconds and are given, never read. The state is that of one gateway process; whoever shares it between
-processes puts something else in the place of `Account`, which nobody but the door knows.
+Times are monotonic seconds and are given, never read. The state is that of one gateway process; whoever
+shares it between processes puts something else in the place of `Account`, which nobody but the door knows.
 """
 
 from __future__ import annotations
