@@ -35,7 +35,7 @@ from gateway.proxy.routes import Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.proxy.usage import Usage, UsageTail
 from gateway.request import members_of
-from gateway.sidecar.hints import NO_HINTS, Hints
+from gateway.tracing.types import TRACE_ID_HEADER
 from scorer.types import PdReason, RequestFacts
 
 _log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Exchange:
         "_plan_id",
         "_relaying",
         "_server",
+        "_trace",
         "_usage",
         "_visit",
         "_wait_s",
@@ -103,6 +104,8 @@ class Exchange:
             status=CLIENT_LEFT,
             client=request.remote,
         )
+        tracing = parts.tracing
+        self._trace = None if tracing is None else tracing.request(self.record, self.headers, route.tokens)
         self.began_s = time.monotonic()
         self._dispatch: Dispatch | None = None
         self._plan_id: str | None = None
@@ -158,11 +161,16 @@ class Exchange:
                 steps.entered(parts, visit)
         # Preflights need no key, and bring nothing.
         limit = _PREFLIGHT_BYTES if is_preflight and parts.door is not None else parts.max_body_bytes
+        trace = self._trace
+        if trace is not None:
+            trace.stage("read_body")
         try:
             body = await self.request.body(limit)
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
+        if trace is not None:
+            trace.stage("tokenise")
         began_s = time.monotonic()
         tenant, body = steps.identified(
             self._parts,
@@ -187,6 +195,7 @@ class Exchange:
                 headers=self.headers,
                 raw=steps.cleaned(self._parts, body, members),
             ),
+            trace,
         )
         if self._holder is not None and not is_preflight:
             await self._relay(await dispatch.at(await self._holder(self.headers, tenant)), self.began_s)
@@ -195,7 +204,7 @@ class Exchange:
             await self._relay(await dispatch.anywhere(), self.began_s)
             return None
         hints = self._parts.hints(self.request)
-        facts = _with_hints(await self._facts(body, members, tenant), hints)
+        facts = steps.hinted(await self._facts(body, members, tenant), hints)
         if tenant is not None:
             facts = msgspec.structs.replace(facts, tenant=tenant)
         if self._visit is not None:
@@ -204,7 +213,11 @@ class Exchange:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
         queue = self._parts.queue
         if queue is not None and self.route.queued:
+            if trace is not None:
+                trace.stage("queue")
             self._wait_s = await queue.enter(facts, self.headers, self.record)
+        if trace is not None:
+            trace.stage("decide")
         dispatch.plan(facts)  # With nothing awaited in between: until it is booked no other is let go.
         self._plan_id = hints.plan_id
         overhead_s = time.monotonic() - began_s - (self.record.queued_ms or 0.0) / 1000
@@ -229,6 +242,8 @@ class Exchange:
         self._say_limits(reply.headers)
         self._name_choice(reply.headers)
         reply.headers.setdefault("X-Request-Id", self.record.request_id)
+        if self.record.trace_id is not None:
+            reply.headers[TRACE_ID_HEADER] = self.record.trace_id
         reply.close = self._server.draining
         return reply
 
@@ -242,6 +257,8 @@ class Exchange:
         headers = response_headers(answer.upstream.raw_headers)
         headers.setdefault("X-Request-Id", record.request_id)
         self._say_limits(headers)
+        if not good and record.trace_id is not None:
+            headers[TRACE_ID_HEADER] = record.trace_id
         if flight is None:
             await self._send(answer, headers, None, None)
             return
@@ -263,6 +280,8 @@ class Exchange:
                 record.ttft_ms = round(ttft_s * 1000, 3)
                 self._parts.metrics.ttft.observe(ttft_s)
                 self._parts.decisions.pace.ttft.add(ttft_s, now_s)
+                if self._dispatch is not None and self._dispatch.leg is not None:
+                    self._dispatch.leg.first_token()
         await self._send(answer, headers, flight, tail)
         if good:
             usage = self._usage = tail.read()
@@ -308,6 +327,8 @@ class Exchange:
         reply = Reply.of(error, self.record.path)
         reply.headers["X-Request-Id"] = self.record.request_id
         self._say_limits(reply.headers)
+        if self.record.trace_id is not None:
+            reply.headers[TRACE_ID_HEADER] = self.record.trace_id
         self._name_choice(reply.headers)
         reply.close = self._server.draining or error.status in _BODY_REASONS
         return reply
@@ -317,6 +338,8 @@ class Exchange:
     def _cut(self, reason: str) -> None:
         self.record.cut = reason
         self._parts.metrics.cut(reason)
+        if self._dispatch is not None and self._dispatch.leg is not None:
+            self._dispatch.leg.failed(reason)
         if self._flight is not None and reason in ("upstream_broke", "timeout"):
             self._flight.failed(End.TIMEOUT if reason == "timeout" else End.RESET, reason)
 
@@ -334,6 +357,8 @@ class Exchange:
             if self._visit is not None:
                 self._settle(self._visit)
             steps.note_over(parts, record, self.began_s, self._flight, self._wait_s)
+            if self._trace is not None:
+                self._trace.finish(self._flight, self._usage)
             if parts.recorder.active and self._flight is not None and self._was_answered():
                 steps.note_recorded(parts, self._flight, self.began_s, self._usage)
 
@@ -352,20 +377,3 @@ class Exchange:
     def _was_answered(self) -> bool:
         """Whether a prompt was, or began to be."""
         return self._relaying and self.record.status < 400 and self.route.tokens is not None
-
-
-def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
-    """The facts, with what somebody in front of us has settled."""
-    keep_local = facts.keep_local
-    if keep_local is None and hints.choice == "local":
-        keep_local = PdReason.PLAN
-    if hints is NO_HINTS and keep_local is facts.keep_local:
-        return facts
-    return msgspec.structs.replace(
-        facts,
-        keep_local=keep_local,
-        prefill_hint=hints.prefill,
-        kv_source=hints.kv_source,
-        rank=facts.rank if hints.rank is None and hints.decode is None else hints.rank,
-        subset=facts.subset if hints.decode is None else hints.decode,
-    )

@@ -25,6 +25,7 @@ from gateway.request import RequestReader
 from gateway.sidecar.hints import Hints, no_hints
 from gateway.stored import StoredResponses
 from gateway.tenancy import NO_TENANCY, Tenancy
+from gateway.tracing.types import Tracing
 from scorer.planner import Planner
 
 
@@ -75,4 +76,5 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     queue: Queue | None = None
     tenancy: Tenancy = NO_TENANCY
     door: Door | None = None
+    tracing: Tracing | None = None
     decisions: Decisions = msgspec.field(default_factory=Decisions)

@@ -23,6 +23,7 @@ from gateway.config.schema import (
     ScorerConfig,
     TenancyConfig,
     TokensConfig,
+    TracingConfig,
     Worker,
 )
 from gateway.run import Gateway
@@ -62,9 +63,11 @@ class Fleet(Stacked):
         auth: AuthConfig | None = None,
         unknown_models: Literal["refuse", "try"] = "refuse",
         scrape_interval_s: float = 0.1,
+        tracing: TracingConfig | None = None,
         **engines: FakeVllmConfig,
     ) -> None:
         self._pd = pd or PdConfig()
+        self._tracing = tracing or TracingConfig()
         self._unknown_models = unknown_models
         self._scrape_interval_s = scrape_interval_s
         self._scorer = scorer or ScorerConfig()
@@ -92,6 +95,7 @@ class Fleet(Stacked):
             auth=self._auth,
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),
+            tracing=self._tracing,
         )
         self.gateway = await self._stack.enter_async_context(Gateway(config))
         self.core = self.gateway.core

@@ -38,6 +38,7 @@ from gateway.sidecar.hints import NO_HINTS
 from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
 from gateway.tokens import TokenService
+from gateway.tracing.types import Tracing
 from indexer import PrefixIndex
 from scorer.fleet import Fleet
 from scorer.planner import Planner
@@ -182,7 +183,9 @@ class World:
         tenancy: TenancyConfig | None = None,
         keys: tuple[Key, ...] = (),
         engine_key: str = "",
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self.pd = pd or PdConfig()
         self._queue = queue or QueueConfig()
         self._said = 0
@@ -257,6 +260,7 @@ class World:
             queue=self.queue,
             tenancy=self.tenancy,
             door=self.door,
+            tracing=self._tracing,
         )
         for name, url in self._workers.items():
             self.add(name, url)
