@@ -286,6 +286,13 @@ class EppConfig(_Section, frozen=True):
             "fail on one.",
         ),
     ] = 0
+    emit_scores: Annotated[
+        bool,
+        Meta(
+            description="Tell the proxy, in dynamic metadata, what the best endpoints are worth: 1 / (1 + predicted "
+            "seconds)."
+        ),
+    ] = False
     objectives: Annotated[
         tuple[NonEmpty, ...],
         Meta(description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first."),

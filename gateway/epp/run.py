@@ -63,6 +63,12 @@ class Epp(Service):
         config = without_keys(_with_sidecar(config), "picker")
         if settings.tls != "files":  # tls.cert may be there for another face.
             config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))
+        elif config.tls.cert is None:
+            raise UserError("epp.tls: files needs tls.cert and tls.key")
+        # What can be wrong comes before what has to be closed.
+        self.objectives = Objectives(read_objectives(settings.objectives))
+        self.rewrites = Rewrites(read_rewrites(settings.rewrites))
+        self.elector = elector_of(config.kubernetes, changed=lambda leads: self._metrics.leads.set(leads))
         admin_token = admin_token_of(config, settings.admin_host, "epp.admin_host")
         core = Core(config, retries=False)
         super().__init__(
@@ -73,9 +79,8 @@ class Epp(Service):
             admin_token=admin_token,
             controlled=lambda: sorted(core.fleet.workers),
         )
-        self.objectives = Objectives(read_objectives(settings.objectives))
-        self.rewrites = Rewrites(read_rewrites(settings.rewrites))
         metrics = self._metrics = EppMetrics(core.metrics.registry)
+        metrics.leads.set(self.elector is None)
         self.unseen = Unseen(core.fleet.workers, metrics, config.gateway.request_timeout_s)
         self.picker = PlannedPicker(
             EppParts(
@@ -108,7 +113,6 @@ class Epp(Service):
             ),
             self._is_ready,
         )
-        self.elector = elector_of(config.kubernetes, changed=metrics.leads.set)
         core.metrics.registry.register(StreamCounts(self.server.counts))
         core.others_degraded.append(self._degraded)
         self.listeners.append(
@@ -213,7 +217,7 @@ def _identity(kind: str, certificate: ServingCertificate | None) -> Identity | N
     if kind == "self_signed":
         return SelfSigned()
     if certificate is None:
-        raise UserError("epp.tls: files needs tls.cert and tls.key")
+        raise ValueError("files without a certificate")
     return Given(certificate)
 
 

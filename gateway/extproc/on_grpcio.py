@@ -43,6 +43,9 @@ class GrpcioPort:
         await self._server.start()
         return bound
 
+    def retire(self) -> None:
+        """Nothing: grpcio can ask for new connections only while it refuses them."""
+
     async def close(self) -> None:
         await self._server.stop(None)
 
