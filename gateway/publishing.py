@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from gateway.config.schema import EventsConfig
 from gateway.engine.capabilities import EventSource
 from gateway.engine.feed import FeedStatus, IngestSettings
+from gateway.engine.intake import Intake, Link
 from gateway.engine.silence import Silence
 from gateway.engine.subscriber import EventIngest
 from indexer import EventBatch
@@ -24,7 +25,8 @@ EVENTS_UP = frozenset({"connected", "listening"})
 class Publishing:
     """Create it inside a running event loop."""
 
-    def __init__(self, events: EventsConfig, planner: Planner) -> None:
+    def __init__(self, events: EventsConfig, planner: Planner, link: Link | None = None) -> None:
+        """`link`: to an indexer, which follows the engines in place of this process."""
         self._shared = events.mode == "bind"
         self._planner = planner
         self._loop = asyncio.get_running_loop()
@@ -34,8 +36,14 @@ class Publishing:
         self._told: set[tuple[str, int]] = set()
         """Ranks whose silence is in the log."""
         self._told_refused: set[str] = set()
-        self.ingest = EventIngest(
-            planner.index,
+        self._link = link
+        self.ingest: Intake = self._own(events) if link is None else link
+        if link is not None:
+            link.on_news, link.on_clear = self._news, self._index_cleared
+
+    def _own(self, events: EventsConfig) -> EventIngest:
+        return EventIngest(
+            self._planner.index,
             bind_endpoint=events.bind_endpoint if self._shared else None,
             settings=IngestSettings(
                 replay_timeout_s=events.replay_timeout_s,
@@ -141,11 +149,14 @@ class Publishing:
         worker.publishes_events = publishing
         if publishing:
             self._planner.holdings.approximate.clear(worker.name)  # From now on its own events speak for it.
-        else:
+        elif self._link is None or not self._link.is_stale:  # Which is told once, and not for each worker.
             _log.warning("the KV events of %s stopped; what it is sent is assumed to be cached instead", worker.name)
 
     def _batch_arrived(self, worker: str, rank: int, batch: EventBatch) -> None:
         """In the ingest thread."""
+        self._news(worker, rank)
+
+    def _news(self, worker: str, rank: int) -> None:
         if (worker, rank) not in self._heard:
             self._loop.call_soon_threadsafe(self._began, worker, rank)
 

@@ -3,22 +3,26 @@
 from indexer.approximate import ApproximateIndex
 from indexer.events import EventBatch, EventDecodeError, decode_batch
 from indexer.held import HeldBlocks
+from indexer.journal import Change, Journal
 from indexer.keys import MediaSpan
 from indexer.match import Holder, Match
 from indexer.prefix import PrefixIndex
 from indexer.prompt import Prompt
 from indexer.references import Link, MediaReferences, Recalled
+from indexer.replica import Replica
 from indexer.stream import Apply, Clear, FrameError, Replay, Stream, parse_frames
 
 __all__ = [
     "Apply",
     "ApproximateIndex",
+    "Change",
     "Clear",
     "EventBatch",
     "EventDecodeError",
     "FrameError",
     "HeldBlocks",
     "Holder",
+    "Journal",
     "Link",
     "Match",
     "MediaReferences",
@@ -27,6 +31,7 @@ __all__ = [
     "Prompt",
     "Recalled",
     "Replay",
+    "Replica",
     "Stream",
     "decode_batch",
     "parse_frames",

@@ -50,7 +50,7 @@ class Epp(Service):
     sent to workers but what the gateway asks of engines itself.
     """
 
-    foreign_sections = ("sidecar", "auth")
+    foreign_sections = ("sidecar", "auth", "indexer")
     hears_clients = False
 
     def __init__(self, config: Config) -> None:

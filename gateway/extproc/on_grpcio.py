@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from gateway.extproc.stream import METHOD, SERVICE, BrokenOff, Shared, Stream
 from gateway.extproc.tls import Identity
 from gateway.pb import ext_proc_pb2 as pb
 from gateway.pb import health_pb2
+from gateway.rpc import bind, host_port
 
 _WINDOW_BYTES = 1 << 20
 """Of what a proxy may send ahead on one stream."""
@@ -27,19 +29,13 @@ class GrpcioPort:
     ) -> None:
         self._identity = identity
         self._server = grpc.aio.server(options=_options(most_bytes))
-        handlers = [_health(ready)] if shared is None else [_process(shared), _health(ready)]
+        handlers = [health_handler(ready)] if shared is None else [_process(shared), health_handler(ready)]
         self._server.add_generic_rpc_handlers(handlers)
 
     async def start(self, host: str, port: int) -> int:
         """The port it has. Raises OSError."""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if self._identity is None:
-                bound = self._server.add_insecure_port(address)
-            else:
-                bound = self._server.add_secure_port(address, self._identity.credentials())
-        except RuntimeError as exc:
-            raise OSError(str(exc)) from None
+        credentials = None if self._identity is None else self._identity.credentials()
+        bound = bind(self._server, host_port(host, port), credentials)
         await self._server.start()
         return bound
 
@@ -62,7 +58,7 @@ def _process(shared: Shared) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, {METHOD: method})
 
 
-def _health(ready: Callable[[], bool]) -> grpc.GenericRpcHandler:
+def health_handler(ready: Callable[[], bool]) -> grpc.GenericRpcHandler:
     async def check(request: health_pb2.HealthCheckRequest, context: _HealthContext) -> health_pb2.HealthCheckResponse:
         return health.answer(request, ready)
 
@@ -80,12 +76,16 @@ class _Process(Stream):
     def __init__(self, shared: Shared, context: _Context) -> None:
         super().__init__(shared)
         self._context = context
-        self._writing = False
+        self._writing: asyncio.Future[None] | None = None
+        """Done when whoever writes has written all there was."""
 
     async def run(self) -> None:
         """Returns when the proxy has ended the stream and needed nothing more of us; aborts it otherwise."""
         try:
-            await self._talk()
+            try:
+                await self._talk()
+            finally:
+                await self._written()
         except BrokenOff as exc:
             await self._context.abort(grpc.StatusCode.INTERNAL, str(exc))
         finally:
@@ -113,14 +113,20 @@ class _Process(Stream):
 
     async def flush(self) -> None:
         """Whoever comes first writes for all, so that answers go out in order."""
-        if self._writing:
+        if self._writing is not None:
             return
-        self._writing = True
+        writing = self._writing = asyncio.get_running_loop().create_future()
         try:
             while self.outgoing:
                 await self._context.write(self.outgoing.popleft())
         finally:
-            self._writing = False
+            self._writing = None
+            writing.set_result(None)
+
+    async def _written(self) -> None:
+        """Until nobody writes: gRPC takes no end of a stream in the middle of a message, and drops it with an error."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
 
 
 def _options(most_bytes: int) -> list[tuple[str, Any]]:

@@ -33,6 +33,7 @@ OTHER_OF = {
     ("pd", "allow"): "10.0.0.0/8:*, [fd00::/8]:8000",
     ("pd", "lease_margin_s"): "1",
     ("kubernetes", "ports"): "8000, 8001",
+    ("index", "service", "addresses"): "10.0.0.1:9010, unix:/run/indexer.sock",
 }
 # Keys that need another one.
 CONTEXT = {
@@ -41,6 +42,9 @@ CONTEXT = {
     ("tls", "key"): "k.pem",
     ("tls", "client_cert"): "cc.pem",
     ("tls", "client_key"): "ck.pem",
+    ("index", "service", "addresses"): "10.0.0.1:9010",
+    ("index", "service", "cert"): "c.pem",
+    ("index", "service", "key"): "k.pem",
 }
 CONTEXT_OF = {("tenancy", "certificate"): {("tls", "client_ca"): "ca.pem"}}
 
@@ -437,3 +441,24 @@ def test_config_is_frozen_and_every_key_is_documented() -> None:
         assert key.description.endswith("."), dotted(path)
     assert len({env_name(path) for path, _ in leaves()}) == len({flag_name(path) for path, _ in leaves()})
     assert msgspec.convert(msgspec.to_builtins(Config()), Config) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "says"),
+    [
+        ("index: {source: service}", "index.service.addresses", "needed"),
+        ("index: {service: {cert: c.pem}}", "index.service.key", "needed"),
+        ("index: {service: {addresses: [nowhere]}}", "index.service.addresses", "host:port"),
+        ("indexer: {port: null}", "indexer.socket", "needed"),
+        ("indexer: {port: 9011}", "indexer.metrics_port", "9011"),
+        ("indexer: {admin_port: 9010}", "indexer.admin_port", "9010"),
+    ],
+)
+def test_an_index_service_that_cannot_be(tmp_path: Path, text: str, at: str, says: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(file))
+    (problem,) = str(refused.value).splitlines()
+    assert at in problem
+    assert says in problem
