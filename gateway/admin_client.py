@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from typing import Any
 from gateway.errors import UserError
 
 ADDRESS = "http://127.0.0.1:8001"
+TOKEN_VARIABLE = "WARMROUTE_ADMIN_TOKEN"  # noqa: S105 - its name
+"""As `admin.token_env` has it by default."""
 _TIMEOUT_S = 30.0
 NO_HEADERS: Mapping[str, str] = {}
 _NO_SUCH_PAGE = ("unknown_url", "method_not_allowed")
@@ -20,6 +23,12 @@ _WHICH_PORT = "Is it the main port? --admin takes the gateway's admin address (g
 
 class Refused(UserError):
     """The gateway answered, and said no."""
+
+
+def token_headers() -> dict[str, str]:
+    """What shows an admin port who we are."""
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def ask(
@@ -35,7 +44,7 @@ def ask(
     """
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url} is no http:// or https:// URL")
-    sent = {"Content-Type": "application/json", **headers}
+    sent = {"Content-Type": "application/json", **headers, **token_headers()}
     request = urllib.request.Request(url, body, sent, method=method)  # noqa: S310 - checked above
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from gateway.addresses import leads_to_metadata, resolver
+from gateway.auth.source import KeySource
 from gateway.config import Config
 from gateway.debug.decisions import Decisions
 from gateway.debug.hits import HitBook
@@ -46,7 +48,7 @@ from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
 from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
-from gateway.tls import client_context
+from gateway.tls import client_context, trust_of_workers
 from gateway.tokens import TokenService, TokenSettings
 from scorer.cost import CostModel
 from scorer.fleet import Fleet
@@ -98,7 +100,8 @@ class Core:
         self.decisions = Decisions()
         self.recorder = Recorder()
         self.health = Health(_health_settings(config))
-        tls = client_context(config.tls)
+        tls = self.tls = client_context(config.tls)
+        self.trust_of_workers = trust_of_workers(config.tls, tls)
         self.upstreams = UpstreamPool(
             PoolSettings(
                 connect_timeout_s=config.gateway.connect_timeout_s,
@@ -106,11 +109,14 @@ class Core:
                 request_timeout_s=config.gateway.request_timeout_s,
                 tls=tls,
                 http=config.gateway.http,
+                link_local=config.discovery.link_local,
             )
         )
         self.capabilities: dict[str, Capabilities] = {}
         self.stored = StoredResponses(config.gateway.stored_responses)
-        self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders)
+        self.keys = KeySource.of(config.auth, os.environ, self.metrics.registry, engine_key(config))
+        self.tenancy = Tenancy.of(config.tenancy, os.environ, keyed=self.keys is not None)
+        self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders, by_tenant=self.tenancy.by_tenant)
         self.look_again = LookAgain(
             lambda: self.scraper.read_models(self.fleet.workers), config.health.scrape_interval_s
         )
@@ -125,7 +131,6 @@ class Core:
             ask=self.link.ask if isinstance(self.link, QueryLink) else None,
         )
         self.up = Available(self.fleet.workers, self.available, None if retries else self._is_reachable)
-        self.tenancy = Tenancy.of(config.tenancy, os.environ)
         self.queue = Queue(
             config.queue, self.planner, self.up, self.metrics, self.rng, by_tenant=self.tenancy.by_tenant
         )
@@ -166,7 +171,12 @@ class Core:
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=config.gateway.pool_idle_s, ssl=tls),
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=config.gateway.pool_idle_s,
+                ssl=tls,
+                resolver=resolver(config.discovery.link_local),
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         headers = engine_headers(config)
@@ -309,8 +319,9 @@ class Core:
         if change.kind is ChangeKind.DRAINING:
             return
         self.leaving.stays(name)
-        if change.url is None:
-            _log.error("discovery names worker %s without a URL; it is left out", name)
+        if change.url is None or self.is_out_of_bounds(change.url):
+            why = "without a URL" if change.url is None else f"at {change.url}, which is nobody's worker"
+            _log.error("discovery names worker %s %s; it is left out", name, why)
             self._forget(name)
             return
         self._changes[name] = change
@@ -325,6 +336,10 @@ class Core:
             self._subscribe(name)
         self.planner.configure_worker(name)
         self.scraper.add(name, change.url, change.server_name)
+
+    def is_out_of_bounds(self, url: str) -> bool:
+        """Whether no worker may be there."""
+        return not self.config.discovery.link_local and leads_to_metadata(url)
 
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)
@@ -556,8 +571,13 @@ def token_settings(config: Config) -> TokenSettings:
 
 def engine_headers(config: Config) -> dict[str, str]:
     """What our own requests to the engines carry."""
-    key = os.environ.get(config.engine_api_key_env, "").strip() if config.engine_api_key_env else ""
+    key = engine_key(config)
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def engine_key(config: Config) -> str:
+    """The engines' --api-key; empty: they have none."""
+    return os.environ.get(config.engine_api_key_env, "").strip() if config.engine_api_key_env else ""
 
 
 def session_settings(config: Config) -> SessionSettings:

@@ -17,12 +17,14 @@ _PARAMETER = re.compile(rb';\s*([^\s=;"]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*(?=;)", re.IGNORECASE | re.MULTILINE)
 
 
-def fields(content_type: str, body: bytes, names: frozenset[str]) -> dict[str, str]:
-    """Those fields of `names` that were found, the last of each, as engines read them. Without a boundary, none."""
+def fields(content_type: str, body: bytes, names: frozenset[str], *, whole: bool = False) -> dict[str, str]:
+    """Those fields of `names` that were found, the last of each, as engines read them. Without a boundary, none.
+    `whole`: between the ends too.
+    """
     wanted = {name.encode(): name for name in names}
     return {
         wanted[name]: body[start:end].decode("utf-8", "replace")
-        for name, start, end in _found(content_type, body)
+        for name, start, end in _found(content_type, body, whole=whole)
         if name in wanted
     }
 
@@ -42,13 +44,13 @@ def with_field(content_type: str, body: bytes, name: str, value: str) -> bytes:
     return b"".join([*out, body[at:]])
 
 
-def _found(content_type: str, body: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Name, begin and end of the value, of each text field near an end of the body."""
+def _found(content_type: str, body: bytes, *, whole: bool = False) -> Iterator[tuple[bytes, int, int]]:
+    """Name, begin and end of the value, of each text field near an end of the body, or in the `whole` of it."""
     boundary = _parameters(content_type.encode("utf-8", "surrogateescape")).get(b"boundary", b"")
     if not 0 < len(boundary) <= _LONGEST_BOUNDARY:
         return
     windows = [(0, b"\r\n" + body)]
-    if len(body) > 2 * WINDOW_BYTES:
+    if len(body) > 2 * WINDOW_BYTES and not whole:
         last = len(body) - WINDOW_BYTES
         windows = [(0, b"\r\n" + body[:WINDOW_BYTES]), (last + 2, body[last:])]
     for begins, window in windows:

@@ -16,6 +16,7 @@ import msgspec
 
 from gateway import form
 from gateway.bad_request import BadRequest as BadRequest
+from gateway.depth import check_depth
 from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
 from gateway.proxy.headers import is_encoded
@@ -40,7 +41,7 @@ _MOST_SEQUENCES = 1 << 14
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
-HolderOf = Callable[[str, Mapping[str, str]], Awaitable[Place]]
+HolderOf = Callable[[str, Mapping[str, str], str | None], Awaitable[Place]]
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +72,8 @@ def decode_body(body: bytes) -> dict[str, Any]:
             decoded = json.loads(body)
         except (ValueError, RecursionError) as exc:
             reason = exc.msg if isinstance(exc, json.JSONDecodeError) else "it cannot be read"
+            if isinstance(exc, RecursionError):
+                reason = "it is nested too deep"
             raise BadRequest(f"The request body is not valid JSON: {reason}.", code="invalid_json") from None
     if not isinstance(decoded, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
@@ -92,7 +95,7 @@ class RequestReader:
         try_unknown: bool = False,
         ask: Callable[[RequestFacts], Awaitable[None]] | None = None,
     ) -> None:
-        """`holder_of(response_id, headers)` says where a stored response is, or raises what the client is told.
+        """`holder_of(response_id, headers, tenant)` says where a stored response is, or raises what the client is told.
         `look_again` brings the fleet's models up to date. `try_unknown`: a model that nobody lists is taken for an
         adapter of the only base model, which an engine may load when it is asked. `ask` asks who holds a prompt, where
         that is not known in this process.
@@ -114,6 +117,7 @@ class RequestReader:
         body: bytes,
         headers: Mapping[str, str],
         members: dict[str, Any] | None = None,
+        tenant: str | None = None,
     ) -> RequestFacts:
         """`kind`: how to read the prompt (see `TokenService.tokens_for`); None: the request is placed by load.
 
@@ -136,11 +140,12 @@ class RequestReader:
             fields = decode_body(body) if members is None else members
         else:
             fields, left_out, cut_tokens = await self._large(body, kind)
+        check_depth(fields)
         facts = await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
         if self._ask is not None:
             await self._ask(facts)
         if kind == "responses" and isinstance(previous := fields.get("previous_response_id"), str) and previous:
-            return await self._follow_up(facts, previous, headers)
+            return await self._follow_up(facts, previous, headers, tenant)
         return facts
 
     async def _read(
@@ -186,11 +191,13 @@ class RequestReader:
         """Of a connection that lives long and has no prompt yet. Raises BadRequest."""
         return await self._opaque(request_id, {"model": model}, 1, headers, keep_local=PdReason.NOT_GENERATION)
 
-    async def _follow_up(self, facts: RequestFacts, previous: str, headers: Mapping[str, str]) -> RequestFacts:
+    async def _follow_up(
+        self, facts: RequestFacts, previous: str, headers: Mapping[str, str], tenant: str | None
+    ) -> RequestFacts:
         """To the worker that has the response it follows, and the rank that has its KV."""
         if self._holder_of is None:
             return facts
-        place = await self._holder_of(previous, headers)
+        place = await self._holder_of(previous, headers, tenant)
         holder = self._fleet.workers.get(place.worker)
         if not any(worker.serves(facts.model) is not False for worker in self._fleet.workers.values()):
             return facts  # Nobody serves it, which is what there is to say.

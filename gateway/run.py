@@ -13,7 +13,7 @@ from gateway.proxy.models import PATH as MODELS
 from gateway.proxy.models import ModelList
 from gateway.proxy.realtime import PATH as REALTIME
 from gateway.proxy.stored_pages import StoredPages
-from gateway.service import Service, known_workers, run, with_policy
+from gateway.service import Service, admin_token_of, known_workers, run, with_policy
 from gateway.sidecar.hints import HintReader
 from gateway.sidecar.targets import Targets
 from gateway.tls import scheme_of_workers
@@ -31,6 +31,7 @@ class Gateway(Service):
     def __init__(self, config: Config) -> None:
         config = with_policy(config, config.pd.policy or _POLICY)
         settings = config.gateway
+        admin_token = admin_token_of(config, settings.admin_host, "gateway.admin_host")
         core = Core(config)
         self._targets = Targets(core.fleet, core.apply, config.pd.allow, scheme=scheme_of_workers(config.tls))
         hints = None
@@ -41,10 +42,12 @@ class Gateway(Service):
             hints,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
+            admin_token=admin_token,
             controlled=lambda: sorted(core.fleet.workers),
         )
-        models = ModelList(core.upstreams, lambda: list(core.fleet.workers))
-        self.plane.pages = {**self.faces.public(), MODELS: models.page, REALTIME: self.realtime.page}
+        models = ModelList(core.upstreams, lambda: list(core.fleet.workers), self.plane.parts.door)
+        public = self.faces.public() if core.keys is None else self.faces.exposed(self.admin_token)
+        self.plane.pages = {**public, MODELS: models.page, REALTIME: self.realtime.page}
         stored = StoredPages(self.plane, core.holders)
         self.plane.prefixes = {MODELS + "/": models.page, RESPONSES: stored.page}
         self.listen(settings.host, settings.port)

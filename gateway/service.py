@@ -13,11 +13,12 @@ from typing import ClassVar, Self
 
 import msgspec
 
+from gateway.auth.admin import AdminToken, check_reach, is_loopback
 from gateway.cli import Parser
 from gateway.config import Config, load_config
 from gateway.config.flags import Aliases, add_config_flags, flags_of, parse_flags
-from gateway.config.schema import KubernetesConfig
-from gateway.core import Core
+from gateway.config.schema import AuthConfig, KubernetesConfig
+from gateway.core import Core, engine_headers
 from gateway.debug.faces import AdminPort, Faces
 from gateway.discovery import Discovery, DnsDiscovery, FileDiscovery, RenewedList, StaticDiscovery
 from gateway.discovery.kubernetes import KubernetesDiscovery, RewriteRule, access_of
@@ -35,7 +36,7 @@ from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
 from gateway.proxy.workers import WorkersPage
 from gateway.reload import KeyPath, Reloading, Source, with_keys
 from gateway.sidecar.hints import HintReader, no_hints
-from gateway.tls import client_context, serving_certificate
+from gateway.tls import admin_certificate, client_context, serving_certificate
 from gateway.tracing.start import start as start_tracing
 
 _log = logging.getLogger(__name__)
@@ -70,11 +71,12 @@ class Service:
         *,
         admin_host: str,
         admin_port: int,
+        admin_token: AdminToken | None,
         controlled: Callable[[], list[str]],
         unreachable_status: int = 502,
     ) -> None:
-        """`hints` None: nobody in front of us has a say. `controlled` names the workers that engine controls on the
-        admin port reach. Raises UserError.
+        """`hints` None: nobody in front of us has a say. `admin_token` as `admin_token_of` gives it; `controlled` names
+        the workers that engine controls on the admin port reach. Raises UserError.
         """
         self.core = core
         self.config = config = core.config
@@ -112,6 +114,7 @@ class Service:
                 unreachable_status=unreachable_status,
                 queue=core.queue,
                 tenancy=core.tenancy,
+                door=None if core.keys is None else core.keys.door,
                 tracing=self.tracing,
             ),
             max_concurrency=config.gateway.max_concurrency,
@@ -119,9 +122,10 @@ class Service:
         self.realtime = Realtime(
             self.plane.parts,
             self.plane,
-            tls=client_context(config.tls),
+            tls=core.tls,
             connect_timeout_s=config.gateway.connect_timeout_s,
             longest_s=config.gateway.request_timeout_s,
+            link_local=config.discovery.link_local,
         )
         self.faces = Faces(
             core,
@@ -132,15 +136,28 @@ class Service:
             hints=hints,
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
-        self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host)
+        self.admin_token = admin_token
+        self.admin = AdminPort(
+            {**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()},
+            admin_host,
+            admin_token,
+            engine_headers(config),
+        )
         self.admin.pages[RESET] = IndexReset(core, controls).page
         self.admin.pages[LOG_LEVEL] = self.log_level.page
         workers = WorkersPage(core, changes_list=self.changes_workers)
         self.admin.pages[WORKERS] = workers.page
         self.admin.prefixes[WORKERS + "/"] = workers.below
-        self._admin = HttpServer(self.admin.handle, admin_host, admin_port)
+        # On the loopback it stays plain HTTP: a token does not travel.
+        self._admin_certificate = (
+            None if is_loopback(admin_host) else admin_certificate(config.tls, config.admin.client_ca)
+        )
+        tls = None if self._admin_certificate is None else self._admin_certificate.context
+        self._admin = HttpServer(self.admin.handle, admin_host, admin_port, tls)
         self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)
+        if core.keys is not None:
+            core.others_degraded.append(core.keys.degraded)
         self._upkeep: asyncio.Task[None] | None = None
         self._reloading: Reloading | None = None
         self._renewals: set[asyncio.Task[None]] = set()
@@ -235,10 +252,13 @@ class Service:
         while True:
             await asyncio.sleep(_UPKEEP_S)
             try:
-                if self.certificate is not None:
-                    await asyncio.to_thread(self.certificate.refresh)
+                for each in (self.certificate, self._admin_certificate, self.core.trust_of_workers):
+                    if each is not None:
+                        await asyncio.to_thread(each.refresh)
                 if self._reloading is not None:
                     await self._reloading.look()
+                if self.core.keys is not None:
+                    await self.core.keys.look()
                 self.upkeep()
             except Exception:
                 _log.exception("unexpected; going on")
@@ -290,6 +310,20 @@ def with_policy(config: Config, policy: str) -> Config:
     return msgspec.structs.replace(config, pd=msgspec.structs.replace(config.pd, policy=policy))
 
 
+def admin_token_of(config: Config, host: str, key: str) -> AdminToken | None:
+    """Of an admin port that listens on `host`, as `key` says. Raises UserError, also where there must be one."""
+    token = AdminToken.of(config.admin, os.environ)
+    check_reach(host, key, token, config.admin, is_tls=config.tls.cert is not None)
+    return token
+
+
+def without_keys(config: Config, face: str) -> Config:
+    """For a face behind somebody who authenticates."""
+    if config.auth != AuthConfig():
+        _log.warning("auth.* is not for the %s, which demands no keys: who is in front of it must", face)
+    return msgspec.structs.replace(config, auth=AuthConfig())
+
+
 def tune_interpreter() -> None:
     """For a process that serves: threads give way sooner, and what is there by now is not collected."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -310,8 +344,9 @@ def run(
         return load_config(options.config, os.environ, given, unknown, flags_of(parser))
 
     config = read()
-    for check in (serving_certificate, client_context):
-        check(config.tls)  # What is wrong with the files is said before anything is opened.
+    for check in (serving_certificate, client_context):  # What is wrong is said before anything is opened.
+        check(config.tls)
+    admin_certificate(config.tls, config.admin.client_ca)
     set_up_logging(config)
     raise_file_limit()
     tune_interpreter()
@@ -335,7 +370,14 @@ async def serve(face: Callable[[Config], Service], config: Config, source: Sourc
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     async with face(config) as service:
-        loop.add_signal_handler(signal.SIGHUP, service.follow_config(config, source).reload)
+        reloading = service.follow_config(config, source)
+
+        def on_hangup() -> None:
+            reloading.reload()
+            if service.core.keys is not None:
+                service.core.keys.reload()
+
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await stop.wait()
         timeout_s = service.config.gateway.drain_timeout_s
         _log.info("draining for up to %g s", timeout_s)

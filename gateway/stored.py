@@ -37,6 +37,7 @@ class Gone(NamedTuple):
 
 
 class _Entry(NamedTuple):
+    owner: str | None
     place: Place
     life: int
     since_s: float
@@ -50,35 +51,39 @@ class StoredResponses:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._lives: dict[str, int] = {}
         """Of workers that hold any."""
-        self.tell: Callable[[str, Place], None] | None = None
+        self.tell: Callable[[str, Place, str | None], None] | None = None
         """For other replicas, where there are any."""
         self._n_lives = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def remember(self, response_id: str, place: Place, now_s: float) -> None:
-        self.remember_elsewhere(response_id, place, now_s)
-        if self.tell is not None:
-            self.tell(response_id, place)
+    def remember(self, response_id: str, place: Place, now_s: float, owner: str | None = None) -> None:
+        """`owner`: whose it is. An id that another one has stays theirs: clients may choose ids."""
+        if self.remember_elsewhere(response_id, place, now_s, owner) and self.tell is not None:
+            self.tell(response_id, place, owner)
 
-    def remember_elsewhere(self, response_id: str, place: Place, now_s: float) -> None:
-        """Another replica has seen it made."""
+    def remember_elsewhere(self, response_id: str, place: Place, now_s: float, owner: str | None = None) -> bool:
+        """Another replica has seen it made. False: it is not taken."""
         if not 0 < len(response_id) <= LONGEST_ID or not self._most:
-            return
+            return False
+        before = self._entries.get(response_id)
+        if before is not None and before.owner != owner and self.find(response_id, now_s, before.owner) is not None:
+            return False
         life = self._lives.get(place.worker)
         if life is None:
             self._n_lives += 1
             life = self._lives[place.worker] = self._n_lives
-        self._entries[response_id] = _Entry(place, life, now_s)
+        self._entries[response_id] = _Entry(owner, place, life, now_s)
         self._entries.move_to_end(response_id)
         if len(self._entries) > self._most:
             self._entries.popitem(last=False)
+        return True
 
-    def find(self, response_id: str, now_s: float) -> Place | Gone | None:
-        """None: not known here."""
+    def find(self, response_id: str, now_s: float, owner: str | None = None) -> Place | Gone | None:
+        """None: not known here, or another's."""
         entry = self._entries.get(response_id)
-        if entry is None:
+        if entry is None or entry.owner != owner:
             return None
         if now_s >= entry.since_s + _KEEP_S:
             del self._entries[response_id]

@@ -32,53 +32,80 @@ _LEAST_SECRET = 16
 class Tenancy:
     """Reads `tenancy.*`. `secret` is what the variable `tenancy.secret_env` holds."""
 
-    def __init__(self, settings: TenancyConfig, secret: str = "") -> None:  # Empty: none.  # nosec B107
+    def __init__(self, settings: TenancyConfig, secret: str = "", *, keyed: bool = False) -> None:  # nosec B107
         self._settings = settings
+        self._knows_by_itself = keyed or settings.certificate
         self._key = hashlib.blake2b(secret.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
     @classmethod
-    def of(cls, settings: TenancyConfig, environment: Mapping[str, str]) -> Tenancy:
-        """Raises UserError for salts that could not isolate."""
+    def of(cls, settings: TenancyConfig, environment: Mapping[str, str], *, keyed: bool = False) -> Tenancy:
+        """`keyed`: who asks is known by API key, whatever `tenancy.header` says. Raises UserError for salts that could
+        not isolate.
+        """
         secret = environment.get(settings.secret_env, "")
+        named = keyed or settings.header is not None or settings.certificate
         if settings.salt == "derive":
-            if settings.header is None:
-                raise UserError("tenancy.salt: derive needs tenancy.header, which names the tenant")
+            if not named:
+                raise UserError(
+                    "tenancy.salt: derive needs to know the tenant: by API key (auth.keys_file), by certificate "
+                    "(tenancy.certificate), or by tenancy.header"
+                )
             if len(secret) < _LEAST_SECRET:
                 raise UserError(
                     f"tenancy.salt: derive needs a secret of {_LEAST_SECRET} characters or more in the environment "
                     f"variable {settings.secret_env}, the same for all gateways of a fleet"
                 )
-        if settings.required and settings.header is None:
+        if settings.required and not named:
             raise UserError("tenancy.required needs tenancy.header, which names the tenant")
-        return cls(settings, secret)
+        return cls(settings, secret, keyed=keyed)
 
     @property
     def by_tenant(self) -> bool:
         """Whether requests can be of several tenants."""
-        return self._settings.header is not None
+        return self._knows_by_itself or self._settings.header is not None
+
+    @property
+    def by_certificate(self) -> bool:
+        return self._settings.certificate
 
     def take(
-        self, headers: CIMultiDict[str], body: bytes, *, salted: bool, anonymous: bool = False
+        self,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        salted: bool,
+        anonymous: bool = False,
+        authenticated: str | None = None,
     ) -> tuple[str | None, bytes]:
         """(the tenant, the body that goes on); the identity is taken out of `headers`. `salted`: the request can use
-        the KV cache; `anonymous`: it need not say whose it is. Raises BadRequest, and ApiError (401) without an
-        identity where one is required.
+        the KV cache; `anonymous`: it need not say whose it is; `authenticated`: who it is by its key or certificate,
+        which no header changes. Raises BadRequest, and ApiError (401) without an identity where one is required.
         """
         name = self._settings.header
-        if name is None:
+        if authenticated is not None:
+            tenant: str | None = authenticated
+            if name is not None:
+                headers.popall(name, None)
+                if self._settings.forward_header:
+                    headers[name] = authenticated
+        elif name is not None and not self._knows_by_itself:
+            tenant = self._tenant(name, headers, anonymous)
+            if not self._settings.forward_header:
+                headers.popall(name, None)
+        elif not self._knows_by_itself:
             return None, body
-        tenant = self._tenant(name, headers, anonymous)
-        if not self._settings.forward_header:
-            headers.popall(name, None)
+        else:
+            self._check_nobody(headers, anonymous)
+            tenant = None
         if self._settings.salt == "derive" and salted and body:
             body = self._salted(tenant or "", headers, body)
         return tenant, body
 
-    def take_session(self, headers: CIMultiDict[str]) -> str | None:
+    def take_session(self, headers: CIMultiDict[str], authenticated: str | None = None) -> str | None:
         """The tenant of a connection without a body that a salt could go into; refused where salts are derived, since
         its prompts would be shared with all. Raises as `take`.
         """
-        tenant, _ = self.take(headers, b"", salted=False)
+        tenant, _ = self.take(headers, b"", salted=False, authenticated=authenticated)
         if self._settings.salt == "derive":
             raise BadRequest("What is said here cannot be given its tenant's cache salt.", code="not_salted")
         return tenant
@@ -96,6 +123,13 @@ class Tenancy:
                 type_="authentication_error", code="no_identity",
             )  # fmt: skip
         return tenant or None
+
+    def _check_nobody(self, headers: CIMultiDict[str], anonymous: bool) -> None:
+        """Of a request that has shown neither key nor certificate: a header says nothing here."""
+        if self._settings.header is not None:
+            headers.popall(self._settings.header, None)
+        if self._settings.required and not anonymous:
+            raise ApiError(401, "You must show who you are.", type_="authentication_error", code="no_identity")
 
     def _salted(self, tenant: str, headers: Mapping[str, str], body: bytes) -> bytes:
         if is_encoded(headers):

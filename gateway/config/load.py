@@ -9,6 +9,7 @@ from msgspec import Struct
 from gateway.config.keys import Path, dotted, fields_of
 from gateway.config.read import Problem, Reader, Text, Values
 from gateway.config.schema import (
+    AuthConfig,
     Config,
     EppConfig,
     IndexConfig,
@@ -109,7 +110,20 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
     yield from _index(config.index)
     yield from _indexer(config.indexer)
     yield from _disaggregation(config.pd)
-    for given, missing in (("cert", "key"), ("key", "cert")):
+    if config.tls.client_ca is not None and config.tls.cert is None:
+        yield ("tls", "client_ca"), "needs tls.cert and tls.key: certificates are shown in TLS only"
+    if config.admin.client_ca is not None and config.tls.cert is None:
+        yield ("admin", "client_ca"), "needs tls.cert and tls.key: certificates are shown in TLS only"
+    if config.tenancy.certificate and config.tls.client_ca is None:
+        yield ("tenancy", "certificate"), "needs tls.client_ca, which says whose certificates count"
+    if config.tenancy.certificate and config.auth != AuthConfig():
+        yield ("tenancy", "certificate"), "and auth.* both say who the tenant is; give one of them"
+    for given, missing in (
+        ("cert", "key"),
+        ("key", "cert"),
+        ("client_cert", "client_key"),
+        ("client_key", "client_cert"),
+    ):
         if getattr(config.tls, given) is not None and getattr(config.tls, missing) is None:
             yield ("tls", missing), f"is needed with tls.{given}"
     for i, worker in enumerate(config.discovery.dns):

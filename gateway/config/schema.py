@@ -188,6 +188,13 @@ class DiscoveryConfig(_Section, frozen=True):
         ),
     ] = ()
     interval_s: Annotated[float, Meta(ge=1, description="Period of resolving these names anew.")] = 5.0
+    link_local: Annotated[
+        bool,
+        Meta(
+            description="Take workers at link-local addresses too; else neither these nor others where clouds keep "
+            "metadata are connected to, whoever names them."
+        ),
+    ] = False
 
 
 class KubernetesConfig(_Section, frozen=True):
@@ -408,10 +415,20 @@ class TlsConfig(_Section, frozen=True):
         NonEmpty | None, Meta(description="PEM file with the certificate to serve with; null serves plain HTTP.")
     ] = None
     key: Annotated[NonEmpty | None, Meta(description="PEM file with the key of tls.cert.")] = None
+    client_ca: Annotated[
+        NonEmpty | None,
+        Meta(
+            description="PEM file with the CAs of client certificates that the data plane demands; null: it does not."
+        ),
+    ] = None
     ca: Annotated[
         NonEmpty | None,
         Meta(description="PEM file with the CAs that engines and workers are checked by; null: the system's."),
     ] = None
+    client_cert: Annotated[
+        NonEmpty | None, Meta(description="PEM file with the certificate that we show to engines and workers.")
+    ] = None
+    client_key: Annotated[NonEmpty | None, Meta(description="PEM file with the key of tls.client_cert.")] = None
     insecure_skip_verify: Annotated[bool, Meta(description="Do not check certificates of engines and workers.")] = False
 
 
@@ -551,14 +568,56 @@ class QueueConfig(_Section, frozen=True):
     ] = "asked"
 
 
+class AdminConfig(_Section, frozen=True):
+    """Who may use the admin port of a face. On the loopback everybody on the machine may, unless there is a token."""
+
+    token_env: Annotated[
+        NonEmpty,
+        Meta(description="Name of the environment variable with the token; commands of warmroute send it too."),
+    ] = "WARMROUTE_ADMIN_TOKEN"  # noqa: S105 - its name
+    token_file: Annotated[
+        NonEmpty | None, Meta(description="File with the token, instead of the environment; null: none.")
+    ] = None
+    client_ca: Annotated[
+        NonEmpty | None,
+        Meta(
+            description="PEM file with the CAs of client certificates that the admin port demands, off the loopback; "
+            "needs tls.cert."
+        ),
+    ] = None
+    unprotected: Annotated[
+        bool, Meta(description="Serve the admin port off the loopback to everybody who can reach it.")
+    ] = False
+
+
+class AuthConfig(_Section, frozen=True):
+    """API keys of the gateway's clients. With either of these each request needs one."""
+
+    keys_file: Annotated[
+        NonEmpty | None,
+        Meta(
+            description="YAML or JSON file of hashed keys with their limits (see warmroute keys), followed while it "
+            "serves; null: none."
+        ),
+    ] = None
+    keys_env: Annotated[
+        NonEmpty | None,
+        Meta(description="Name of the environment variable with TENANT=KEY, ... in plain text, without limits."),
+    ] = None
+
+
 class TenancyConfig(_Section, frozen=True):
-    """Whose a request is, as the authenticating proxy in front of the gateway says."""
+    """Whose a request is: by API key, by certificate, or as the authenticating proxy in front of the gateway says."""
 
     header: Annotated[
         HeaderName | None,
         Meta(description="Header that names the tenant, set by a proxy clients cannot get around; null: all are one."),
     ] = None
-    required: Annotated[bool, Meta(description="Answer 401 to requests without tenancy.header.")] = False
+    certificate: Annotated[
+        bool,
+        Meta(description="The tenant is the name in the client's certificate (tls.client_ca), whatever headers say."),
+    ] = False
+    required: Annotated[bool, Meta(description="Answer 401 to requests of no known tenant.")] = False
     forward_header: Annotated[bool, Meta(description="Let engines see tenancy.header too.")] = False
     salt: Annotated[
         Literal["off", "derive"],
@@ -706,6 +765,8 @@ class Config(_Section, frozen=True):
     index: IndexConfig = IndexConfig()
     scorer: ScorerConfig = ScorerConfig()
     queue: QueueConfig = QueueConfig()
+    auth: AuthConfig = AuthConfig()
+    admin: AdminConfig = AdminConfig()
     tenancy: TenancyConfig = TenancyConfig()
     learning: LearningConfig = LearningConfig()
     redis: RedisConfig = RedisConfig()

@@ -31,6 +31,8 @@ from scorer.planner import ModelNotFound, NoWorker, Planner
 from scorer.types import RequestFacts
 
 _REFUSED = 1
+TENANT_HEADER = "x-warmroute-tenant"
+"""Whose request it would be, where keys or certificates say so: on the admin port it is believed."""
 _NOT_OBEYED = "not obeyed here: only by a sidecar, or with pd.policy: header"
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
 
@@ -51,10 +53,12 @@ async def explain(
     try:
         kind = kind_of(body, kind)
         began_s = time.monotonic()
-        _, body = core.tenancy.take(CIMultiDict(headers), body, salted=True, anonymous=True)
+        tenant, body = core.tenancy.take(
+            CIMultiDict(headers), body, salted=True, anonymous=True, authenticated=headers.get(TENANT_HEADER)
+        )
         if rewritten is not None:
             body = rewritten(body, CIMultiDict(headers))
-        facts = await core.reader.read("explain", kind, body, headers)
+        facts = await core.reader.read("explain", kind, body, headers, tenant=tenant)
     except BadRequest as exc:
         raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
     facts, notes = looked_at(facts, headers, hints)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from ipaddress import ip_address
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from gateway.auth.admin import AdminToken, is_loopback, refused
 from gateway.core import Core
 from gateway.debug import page
 from gateway.debug.cache import cache
@@ -39,6 +41,8 @@ _PORT = re.compile(r":[0-9]*$")
 _MASK = "********"
 _LONGEST_NUMBER = 18
 _GET = frozenset({"GET", "HEAD"})
+_PROBES = frozenset({"/livez", "/readyz"})
+"""They tell nothing but whether it serves, as long as they are not asked for more (`?verbose`)."""
 
 
 class Faces:
@@ -72,6 +76,38 @@ class Faces:
             "/livez": _read_only(self._livez),
             "/readyz": _read_only(self._readyz),
             "/metrics": _read_only(self._metrics),
+        }
+
+    def exposed(self, token: AdminToken | None) -> dict[str, Page]:
+        """As `public`, for a port where clients need keys: to others than who has the admin token only whether it
+        serves.
+        """
+
+        def with_token(page: Page) -> Page:
+            def checked(request: web.BaseRequest) -> Awaitable[web.StreamResponse] | web.StreamResponse:
+                if token is None or not token.is_in(request.headers):
+                    raise refused()
+                return page(request)
+
+            return checked
+
+        def readyz(request: web.BaseRequest) -> web.Response:
+            if request.query_string and (token is None or not token.is_in(request.headers)):
+                raise refused()
+            return self._readyz(request)
+
+        def brief(request: web.BaseRequest) -> web.Response:
+            body = health(self._core)
+            if token is None or not token.is_in(request.headers):
+                body = {"status": body["status"]}
+            return json_response(_indented(body), 200 if body["status"] == "ok" else 503)
+
+        return {
+            **self.public(),
+            "/health": _read_only(brief),
+            "/ping": _read_only(brief),
+            "/readyz": _read_only(readyz),
+            "/metrics": _read_only(with_token(self._metrics)),
         }
 
     def private(self) -> dict[str, Page]:
@@ -167,13 +203,22 @@ class Faces:
 class AdminPort:
     """Pages by exact path, else by what it begins with; nothing is forwarded but what a page forwards. `host`: where it
     listens. On loopback it answers to addresses and `localhost` alone: a page on this host's browser may be of a site
-    whose name leads here too.
+    whose name leads here too. With a `token` only probes are answered without it; pages, some of which ask engines on
+    behalf of whoever asks them, see `engine_headers` in its place.
     """
 
-    def __init__(self, pages: dict[str, Page], host: str = "") -> None:
+    def __init__(
+        self,
+        pages: dict[str, Page],
+        host: str = "",
+        token: AdminToken | None = None,
+        engine_headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.pages = pages
+        self._token = token
+        self._engine_headers = engine_headers or {}
         self.prefixes: dict[str, Page] = {}
-        self._is_local = _is_loopback(host)
+        self._is_local = is_loopback(host)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = target_of(request).partition("?")[0]
@@ -182,6 +227,15 @@ class AdminPort:
             return ApiError(403, text, code="unknown_host").response()
         if request.method not in _GET and _is_of_another_site(request):
             return ApiError(403, "Nothing is changed from another site's page.", code="cross_origin").response()
+        if self._token is not None and not (path in _PROBES and path == request.raw_path):
+            try:
+                self._token.check(request.headers)
+            except ApiError as exc:
+                return exc.response()
+            headers = CIMultiDict(request.headers)
+            headers.popall("Authorization", None)
+            headers.update(self._engine_headers)
+            request = request.clone(headers=headers)
         page = self.pages.get(path)
         if page is None:
             page = next((page for prefix, page in self.prefixes.items() if path.startswith(prefix)), None)
@@ -200,13 +254,6 @@ def _is_of_another_site(request: web.BaseRequest) -> bool:
     """A page that somebody looks at on this host could send requests here; browsers tell where it is from."""
     origin = request.headers.get("Origin")
     return origin is not None and origin.partition("://")[2] != request.headers.get("Host")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_by_address(given: str) -> bool:

@@ -23,6 +23,7 @@ _STALE_INTERVALS = 3.0
 DEGRADATIONS = (
     "config_rejected",
     "config_needs_restart",
+    "keys_rejected",
     "discovery",
     "no_workers",
     "no_decode_worker",

@@ -34,6 +34,9 @@ REJECTED = (
     "saturated",
     "draining",
     "no_identity",
+    "bad_key",
+    "key_limit",
+    "key_forbids",
     "unknown_path",
     "decision_timeout",
 )

@@ -14,6 +14,7 @@ from contextlib import suppress
 import aiohttp
 import msgspec
 
+from gateway.admin_client import token_headers
 from gateway.config.schema import Config
 from gateway.doctor.catalogue import finding
 from gateway.doctor.clock import Offset, judge_clock, judge_clocks
@@ -83,7 +84,7 @@ async def examine(urls: Sequence[str], options: Options, *, rng: random.Random, 
         fleet = judge_fleet([visit.me for visit in visits], plan, repeated)
         fleet += await _together(visits, options, rng)
         if options.admin is not None:
-            fleet += await examine_gateway(Http(session, options.admin, options.timeout_s))
+            fleet += await examine_gateway(Http(session, options.admin, options.timeout_s, token_headers()))
         await asyncio.gather(*(visit.guard(visit.count()) for visit in visits if visit.me.nixl is not None))
     # At the end, when every answer has narrowed down what can be said.
     fleet += judge_clocks([(visit.url, visit.offset) for visit in visits])

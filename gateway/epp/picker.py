@@ -55,7 +55,7 @@ _CANCEL = "/cancel"
 _ACCEPTS = "accept-encoding"
 _LONGEST_MODEL = 1024
 
-FindHolder = Callable[[str, Mapping[str, str]], Awaitable[Place]]
+FindHolder = Callable[[str, Mapping[str, str], str | None], Awaitable[Place]]
 
 
 class PlannedPicker:
@@ -218,15 +218,17 @@ class _Picking:
         if ask.method == "GET" and self._record.path.endswith(REALTIME) and not picker._settings.conformance:
             return await self._realtime(subset)
         if not ask.body or ask.method in _WITHOUT_PROMPT or picker._settings.conformance:
-            steps.identified(self._parts, self._headers, b"", salted=False, anonymous=ask.method == "OPTIONS")
-            return self._unbooked(await self._without_prompt(subset))
+            tenant, _ = steps.identified(
+                self._parts, self._headers, b"", salted=False, anonymous=ask.method == "OPTIONS"
+            )
+            return self._unbooked(await self._without_prompt(subset, tenant))
         tenant, body = steps.identified(
             self._parts, self._headers, ask.body, salted=route.queued, anonymous=ask.method == "OPTIONS"
         )
         control = read_control(self._headers)
         members = members_of(body)
         sent, rename = picker.renamed(steps.cleaned(self._parts, body, members), control, self._headers)
-        facts = await self._facts(sent, members if sent is body else None)
+        facts = await self._facts(sent, members if sent is body else None, tenant)
         body = sent
         if facts is None:
             return self._unbooked(steps.least_busy(self._parts, subset), body, rename)
@@ -257,7 +259,7 @@ class _Picking:
 
     # ---- with a prompt -----------------------------------------------------------------------------------------------
 
-    async def _facts(self, body: bytes, members: dict[str, Any] | None) -> RequestFacts | None:
+    async def _facts(self, body: bytes, members: dict[str, Any] | None, tenant: str | None) -> RequestFacts | None:
         """None: it is of no API we know, and goes where there is least to do. Raises ApiError."""
         deadline_s = self._picker._settings.decision_deadline_s
         try:
@@ -265,7 +267,7 @@ class _Picking:
                 if self._route is _UNKNOWN:
                     return await self._facts_of_unknown(body)
                 kind = self._route.tokens
-                return await steps.read_facts(self._parts, self._booking_id, kind, body, self._headers, members)
+                return await steps.read_facts(self._parts, self._booking_id, kind, body, self._headers, members, tenant)
         except TimeoutError:
             self._parts.metrics.rejected("decision_timeout")
             raise ApiError(
@@ -337,13 +339,13 @@ class _Picking:
 
     # ---- without -----------------------------------------------------------------------------------------------------
 
-    async def _without_prompt(self, subset: frozenset[str] | None) -> str:
+    async def _without_prompt(self, subset: frozenset[str] | None, tenant: str | None) -> str:
         """The worker that holds the response asked for, else the one with least to do."""
         path = self._record.path
         if path.startswith(RESPONSES):
             name = unquote(path.removeprefix(RESPONSES).removesuffix(_CANCEL), errors="surrogateescape")
             if name and "/" not in name and self._ask.method != "OPTIONS":
-                holder = (await self._picker._find_holder(name, self._headers)).worker
+                holder = (await self._picker._find_holder(name, self._headers, tenant)).worker
                 if subset is None or holder in subset:
                     return holder
         return steps.least_busy(self._parts, subset)

@@ -28,7 +28,7 @@ from gateway.errors import UserError
 from gateway.extproc.server import PickerServer, PickerSettings
 from gateway.extproc.tls import Given, Identity, SelfSigned
 from gateway.proxy.server import HttpServer
-from gateway.service import Service, known_workers, run, with_policy
+from gateway.service import Service, admin_token_of, known_workers, run, with_policy, without_keys
 from gateway.tls import ServingCertificate
 
 _POLICY = "cost"
@@ -50,13 +50,17 @@ class Epp(Service):
     sent to workers but what the gateway asks of engines itself.
     """
 
-    foreign_sections = ("sidecar", "indexer")
+    foreign_sections = ("sidecar", "auth", "indexer")
     hears_clients = False
 
     def __init__(self, config: Config) -> None:
         """Raises UserError."""
         settings = config.epp
-        config = _with_sidecar(config)
+        if config.tls.client_ca is not None and settings.tls != "files":
+            raise UserError("tls.client_ca needs epp.tls: files in the picker, whose clients then need certificates")
+        if config.tenancy.certificate:
+            raise UserError("tenancy.certificate is not for the picker, who sees no client: use tenancy.header")
+        config = without_keys(_with_sidecar(config), "picker")
         if settings.tls != "files":  # tls.cert may be there for another face.
             config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))
         elif config.tls.cert is None:
@@ -65,12 +69,14 @@ class Epp(Service):
         self.objectives = Objectives(read_objectives(settings.objectives))
         self.rewrites = Rewrites(read_rewrites(settings.rewrites))
         self.elector = elector_of(config.kubernetes, changed=lambda leads: self._metrics.leads.set(leads))
+        admin_token = admin_token_of(config, settings.admin_host, "epp.admin_host")
         core = Core(config, retries=False)
         super().__init__(
             core,
             None,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
+            admin_token=admin_token,
             controlled=lambda: sorted(core.fleet.workers),
         )
         metrics = self._metrics = EppMetrics(core.metrics.registry)

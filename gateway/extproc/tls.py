@@ -23,7 +23,7 @@ class Given:
 
     def __init__(self, certificate: ServingCertificate, client_ca: str | None = None) -> None:
         self._certificate = certificate
-        self._client_ca = client_ca
+        self._client_ca = client_ca or certificate.client_ca
 
     def context(self) -> ssl.SSLContext:
         """Whoever owns the certificate refreshes it."""
@@ -72,7 +72,7 @@ Identity = Given | SelfSigned
 
 
 def _of_files(certificate: ServingCertificate, client_ca: str | None) -> grpc.ServerCertificateConfiguration:
-    cert, key = (Path(file).read_bytes() for file in certificate.files)
+    cert, key = (Path(file).read_bytes() for file in certificate.pair)
     roots = None if client_ca is None else Path(client_ca).read_bytes()
     return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
 

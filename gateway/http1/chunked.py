@@ -17,13 +17,16 @@ class BadChunk(ValueError):
 
 
 class Chunked:
-    """`is_over` once the last chunk and the trailer have come; `n_chunks` have so far."""
+    """`is_over` once the last chunk and the trailer have come; `n_chunks` have so far, and they say that they are
+    `n_bytes` in all.
+    """
 
-    __slots__ = ("_held", "_in_trailer", "_left", "_trailer_bytes", "is_over", "n_chunks")
+    __slots__ = ("_held", "_in_trailer", "_left", "_trailer_bytes", "is_over", "n_bytes", "n_chunks")
 
     def __init__(self) -> None:
         self.is_over = False
         self.n_chunks = 0
+        self.n_bytes = 0
         self._held = b""
         """The beginning of a line."""
         self._left = 0
@@ -86,6 +89,7 @@ class Chunked:
         self.n_chunks += 1
         if size:
             self._left = size + 2
+            self.n_bytes += size
         else:
             self._in_trailer = True
 

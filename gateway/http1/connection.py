@@ -17,6 +17,7 @@ from gateway.http1.request import RawRequest
 from gateway.proxy.errors import ApiError, log_unexpected
 from gateway.proxy.incoming import Reply
 from gateway.proxy.routes import ROUTES, Route
+from gateway.tls import name_in
 
 if TYPE_CHECKING:
     from gateway.http1.listener import Listener
@@ -56,6 +57,7 @@ class Connection(asyncio.Protocol):
         self._last = LastHead()
         self.is_held = False
         self._is_ending = False
+        self._certificate_name: str | None = None
 
     # ---- called by the transport -------------------------------------------------------------------------------------
 
@@ -132,6 +134,11 @@ class Connection(asyncio.Protocol):
             room.set_result(None)
 
     # ---- for its request ---------------------------------------------------------------------------------------------
+
+    def certificate_name(self) -> str | None:
+        if self._certificate_name is None:
+            self._certificate_name = name_in(self.transport.get_extra_info("peercert"))
+        return self._certificate_name
 
     async def more(self) -> None:
         """Until something has come."""

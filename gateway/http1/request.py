@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,9 @@ class RawRequest:
         self.is_read = True
         return rest
 
+    def certificate_name(self) -> str | None:
+        return self._connection.certificate_name()
+
     async def body(self, limit: int) -> bytes:
         if (self._head.length or 0) > limit:
             raise body_too_large(limit)
@@ -123,12 +127,14 @@ class RawRequest:
             return body
         if self._head.expects and not self._pieces:
             self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return await collect(self._readany, limit)
+        return await collect(partial(self._readany, limit), limit)
 
-    async def _readany(self) -> bytes:
+    async def _readany(self, limit: int) -> bytes:
         while not self._pieces and not self.is_read:
             if self._wrong is not None:
                 raise unreadable() from self._wrong
+            if self._chunked is not None and self._chunked.n_bytes > limit:
+                raise body_too_large(limit)  # What a chunk says it is need not be waited for.
             await self._connection.more()
         piece = b"".join(self._pieces)
         self._pieces.clear()

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import aiohappyeyeballs
 from multidict import CIMultiDict
 
+from gateway.addresses import usable
 from gateway.http1.answer import RawAnswer
 from gateway.http1.expiry import Expiry
 from gateway.http1.rows import rows
@@ -129,7 +130,8 @@ class RawUpstream(Upstream):
     async def _resolved(self, loop: asyncio.AbstractEventLoop) -> list[Any]:
         now_s = loop.time()
         if not self._addresses or now_s >= self._addresses_until_s:
-            self._addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            self._addresses = found if self._settings.link_local else usable(found)
             self._addresses_until_s = now_s + _ADDRESSES_KEPT_S
         return list(self._addresses)
 

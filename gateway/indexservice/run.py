@@ -23,7 +23,7 @@ from gateway.indexservice.publisher import Publisher
 from gateway.indexservice.server import IndexServer, Settings
 from gateway.proxy.server import HttpServer
 from gateway.publishing import EVENTS_UP
-from gateway.service import Service, known_workers, run, with_policy
+from gateway.service import Service, admin_token_of, known_workers, run, with_policy, without_keys
 from gateway.tls import ServingCertificate
 
 _NOTICED_S = 2.0
@@ -35,7 +35,7 @@ _SETTLED_S = 1.5
 class Indexer(Service):
     """gRPC, /metrics beside it, and /debug on the admin port. No request is decided here."""
 
-    foreign_sections = ("sidecar", "epp", "queue", "tenancy", "pd", "scorer", "tokens", "redis")
+    foreign_sections = ("sidecar", "epp", "queue", "tenancy", "pd", "scorer", "tokens", "auth", "redis")
     hears_clients = False
 
     def __init__(self, config: Config) -> None:
@@ -44,12 +44,15 @@ class Indexer(Service):
         if config.index.source != "local":
             raise UserError("index.source: an indexer subscribes to the engines itself, so that it must be local")
         config = msgspec.structs.replace(config, redis=RedisConfig())  # It decides nothing that others should hear.
+        config = without_keys(config, "indexer")
+        admin_token = admin_token_of(config, settings.admin_host, "indexer.admin_host")
         core = Core(with_policy(config, "local"), tokenizes=False)
         super().__init__(
             core,
             None,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
+            admin_token=admin_token,
             controlled=lambda: sorted(core.fleet.workers),
         )
         self._warm_up_s = settings.warm_up_s

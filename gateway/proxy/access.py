@@ -24,6 +24,8 @@ class Record(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     trace_id: str | None = None
     """With tracing."""
     client: str | None = None
+    tenant: str | None = None
+    """Of its API key; what a header says may be secret."""
     method: str
     path: str
     status: int

@@ -10,6 +10,7 @@ from multidict import CIMultiDict, MultiMapping
 from gateway.proxy.body import read_body
 from gateway.proxy.headers import is_leg, request_headers
 from gateway.proxy.incoming import Reply
+from gateway.tls import name_in
 
 _MAY_WAIT_ABOVE_BYTES = 32 << 10
 """Below asyncio's and uvloop's high-water mark of 64 KiB, up to which a write never waits."""
@@ -68,6 +69,10 @@ class AioIncoming:
 
     def sockname(self) -> tuple[str, int] | None:
         return sockname_of(self._request)
+
+    def certificate_name(self) -> str | None:
+        transport = self._request.transport
+        return None if transport is None else name_in(transport.get_extra_info("peercert"))
 
     async def body(self, limit: int) -> bytes:
         return await read_body(self._request, limit)

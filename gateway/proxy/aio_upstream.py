@@ -12,6 +12,7 @@ from aiohttp.payload import Payload
 from multidict import CIMultiDict
 from yarl import URL
 
+from gateway.addresses import resolver
 from gateway.proxy.peer import Broken, Disconnected, NoConnection, PoolSettings, Upstream, UpstreamAnswer
 from gateway.proxy.timed import TimedBody
 
@@ -157,10 +158,11 @@ class AioUpstream(Upstream):
 
     def _new_session(self, *, keep: bool) -> aiohttp.ClientSession:
         settings = self._settings
+        names = resolver(settings.link_local)
         connector = (
-            _CleanConnector(limit=0, keepalive_timeout=settings.pool_idle_s, ssl=settings.tls)
+            _CleanConnector(limit=0, keepalive_timeout=settings.pool_idle_s, ssl=settings.tls, resolver=names)
             if keep
-            else aiohttp.TCPConnector(limit=0, force_close=True, ssl=settings.tls)
+            else aiohttp.TCPConnector(limit=0, force_close=True, ssl=settings.tls, resolver=names)
         )
         timeout = aiohttp.ClientTimeout(
             total=settings.request_timeout_s, connect=settings.connect_timeout_s, ceil_threshold=float("inf")

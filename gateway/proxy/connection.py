@@ -10,6 +10,7 @@ from aiohttp import web
 
 from gateway.proxy import errors
 from gateway.proxy.errors import ApiError, log_unexpected
+from gateway.proxy.masked import Masked
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,10 @@ class Connection(web.RequestHandler):
     """aiohttp's errors quote what was received (keys, prompts) and go out as text/plain; these do not."""
 
     __slots__ = ()
+
+    def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
+        """From here on a WebSocket's frames come in."""
+        super().set_parser(Masked(parser), data_received_cb)  # type: ignore[arg-type]
 
     def handle_error(
         self,

@@ -1,11 +1,11 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; of /v1/messages in Anthropic's."""
 
 from __future__ import annotations
 
 import logging
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from aiohttp import web
@@ -22,6 +22,16 @@ UPSTREAM = "upstream_error"
 TIMEOUT = "timeout_error"
 INTERNAL = "internal_error"
 
+_ANTHROPIC = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class ApiError(Exception):
     """An error answer. `retry_after_s` becomes a Retry-After header, `allow` the Allow header of a 405."""
@@ -36,6 +46,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         allow: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -45,10 +56,15 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.allow = allow
+        self._headers = headers
 
     @property
     def body(self) -> bytes:
         return error_body(self.message, self.type_, code=self.code, param=self.param)
+
+    def body_for(self, path: str) -> bytes:
+        """In the shape of the API at `path`: OpenAI's, or Anthropic's."""
+        return _anthropic_body(self) if path in _ANTHROPIC else self.body
 
     def headers(self) -> CIMultiDict[str]:
         headers = CIMultiDict({"Content-Type": _JSON, "Server": SERVER_NAME})
@@ -56,6 +72,8 @@ class ApiError(Exception):
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.allow is not None:
             headers["Allow"] = self.allow
+        if self._headers is not None:
+            headers.update(self._headers)
         return headers
 
     def response(self) -> web.Response:
@@ -66,6 +84,14 @@ def error_body(message: str, type_: str, *, code: str | None = None, param: str 
     """Lone surrogates, which JSON bodies and headers may bring and nothing can be written with, become "?"."""
     message = message.encode("utf-8", "replace").decode()
     return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
+
+
+def _anthropic_body(error: ApiError) -> bytes:
+    """With our code and param, which Anthropic's have not, beside what their clients look at."""
+    message = error.message.encode("utf-8", "replace").decode()
+    type_ = _ANTHROPIC_TYPES.get(error.status) or (INVALID if error.status < 500 else "api_error")
+    body = {"type": type_, "message": message, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"type": "error", "error": body})
 
 
 def log_unexpected(log: logging.Logger, what: str, exc: BaseException) -> None:

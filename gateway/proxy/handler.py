@@ -19,6 +19,7 @@ from urllib.parse import quote
 import msgspec
 from multidict import CIMultiDict
 
+from gateway.auth.door import Visit
 from gateway.engine.health import End
 from gateway.handoff.prefill_leg import RefusedByPrefill
 from gateway.proxy import errors, steps
@@ -42,11 +43,13 @@ _log = logging.getLogger(__name__)
 _LONGEST_REQUEST_ID = 256
 _ID_PREFIX = secrets.token_hex(10)
 _ids = count(1)
+_PREFLIGHT_BYTES = 1024
 _BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
 _SAFE_IN_OUTCOME = "!#$&'()*+,/:<>?@[]^_`{|}~-."
 
 
-Holder = Callable[[], Awaitable[str]]
+Holder = Callable[[CIMultiDict[str], str | None], Awaitable[str]]
+"""(headers that go on, tenant) -> the worker"""
 
 
 class Exchange:
@@ -62,6 +65,7 @@ class Exchange:
         "_server",
         "_trace",
         "_usage",
+        "_visit",
         "_wait_s",
         "began_s",
         "headers",
@@ -106,6 +110,7 @@ class Exchange:
         self._dispatch: Dispatch | None = None
         self._plan_id: str | None = None
         self._usage: Usage | None = None
+        self._visit: Visit | None = None
         self._wait_s: float | None = None
         self._admitted = False
         self._relaying = False
@@ -145,11 +150,22 @@ class Exchange:
     # ---- the way there -----------------------------------------------------------------------------------------------
 
     async def _serve(self) -> Reply | None:
+        parts, is_preflight = self._parts, self.request.method == "OPTIONS"
+        tenant: str | None = None
+        if parts.tenancy.by_certificate:
+            tenant = self.request.certificate_name()
+        if parts.door is not None:
+            visit = self._visit = steps.at_door(parts, self.headers, anonymous=is_preflight)
+            if visit is not None:  # Before its body is read, which takes time and memory.
+                tenant = self.record.tenant = visit.tenant
+                steps.entered(parts, visit)
+        # Preflights need no key, and bring nothing.
+        limit = _PREFLIGHT_BYTES if is_preflight and parts.door is not None else parts.max_body_bytes
         trace = self._trace
         if trace is not None:
             trace.stage("read_body")
         try:
-            body = await self.request.body(self._parts.max_body_bytes)
+            body = await self.request.body(limit)
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
@@ -161,11 +177,12 @@ class Exchange:
             self.headers,
             body,
             salted=self.route.queued,
-            anonymous=self.request.method == "OPTIONS",  # Browsers send preflights without the request's headers.
+            anonymous=is_preflight,  # Browsers send preflights without the request's headers.
+            authenticated=tenant,
         )
         self._server.admit()
         self._admitted = True
-        is_placed = self._holder is None and self.request.method != "OPTIONS" and bool(body)
+        is_placed = self._holder is None and not is_preflight and bool(body)
         members = members_of(body) if is_placed else None
         dispatch = self._dispatch = Dispatch(
             self._parts,
@@ -180,16 +197,18 @@ class Exchange:
             ),
             trace,
         )
-        if self._holder is not None and self.request.method != "OPTIONS":
-            await self._relay(await dispatch.at(await self._holder()), self.began_s)
+        if self._holder is not None and not is_preflight:
+            await self._relay(await dispatch.at(await self._holder(self.headers, tenant)), self.began_s)
             return None
         if not is_placed:
             await self._relay(await dispatch.anywhere(), self.began_s)
             return None
         hints = self._parts.hints(self.request)
-        facts = steps.hinted(await self._facts(body, members), hints)
+        facts = steps.hinted(await self._facts(body, members, tenant), hints)
         if tenant is not None:
             facts = msgspec.structs.replace(facts, tenant=tenant)
+        if self._visit is not None:
+            facts = steps.within_key(parts, self._visit, facts, self.headers, body, self.route)
         if facts.keep_local is None and self.request.is_leg:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
         queue = self._parts.queue
@@ -211,15 +230,16 @@ class Exchange:
         await self._relay(answer, began_s)
         return None
 
-    async def _facts(self, body: bytes, members: dict[str, Any] | None) -> RequestFacts:
+    async def _facts(self, body: bytes, members: dict[str, Any] | None, tenant: str | None) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
         booking_id = f"{self.record.request_id}/{id(self):x}"
-        return await steps.read_facts(self._parts, booking_id, self.route.tokens, body, self.headers, members)
+        return await steps.read_facts(self._parts, booking_id, self.route.tokens, body, self.headers, members, tenant)
 
     def _refused(self, refusal: RefusedByPrefill) -> Reply:
         """The prefill worker has said what is wrong with the request."""
         self.record.status = refusal.status
         reply = refusal.reply()
+        self._say_limits(reply.headers)
         self._name_choice(reply.headers)
         reply.headers.setdefault("X-Request-Id", self.record.request_id)
         if self.record.trace_id is not None:
@@ -236,6 +256,7 @@ class Exchange:
         good = answer.status < 400
         headers = response_headers(answer.upstream.raw_headers)
         headers.setdefault("X-Request-Id", record.request_id)
+        self._say_limits(headers)
         if not good and record.trace_id is not None:
             headers[TRACE_ID_HEADER] = record.trace_id
         if flight is None:
@@ -271,6 +292,13 @@ class Exchange:
             flight.refused(answer.status)
         self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")
 
+    def _say_limits(self, headers: MutableMapping[str, str]) -> None:
+        """Those of its key, and what is left of them. An answer that is no good one costs no tokens."""
+        if self._visit is not None:
+            if self.record.status >= 400:
+                self._visit.unused()
+            headers.update(self._visit.headers())
+
     def _name_choice(self, headers: MutableMapping[str, str]) -> None:
         """`x-warmroute-outcome`, for whoever has planned the request in front of us, and for whoever wonders."""
         record = self.record
@@ -296,8 +324,9 @@ class Exchange:
 
     def _own_answer(self, error: ApiError) -> Reply:
         self.record.status, self.record.error = error.status, error.code
-        reply = Reply.of(error)
+        reply = Reply.of(error, self.record.path)
         reply.headers["X-Request-Id"] = self.record.request_id
+        self._say_limits(reply.headers)
         if self.record.trace_id is not None:
             reply.headers[TRACE_ID_HEADER] = self.record.trace_id
         self._name_choice(reply.headers)
@@ -325,11 +354,25 @@ class Exchange:
         finally:
             if self._admitted:
                 self._server.leave()
+            if self._visit is not None:
+                self._settle(self._visit)
             steps.note_over(parts, record, self.began_s, self._flight, self._wait_s)
             if self._trace is not None:
                 self._trace.finish(self._flight, self._usage)
             if parts.recorder.active and self._flight is not None and self._was_answered():
                 steps.note_recorded(parts, self._flight, self.began_s, self._usage)
+
+    def _settle(self, visit: Visit) -> None:
+        """Count against its key what it took: what its answer says, else what went by, else what was reserved. Of one
+        that no worker has answered well, nothing.
+        """
+        flight, usage, record = self._flight, self._usage, self.record
+        if flight is not None and (record.status < 400 if self._relaying else record.cut == "client_left"):
+            if usage is not None:
+                visit.used(usage.prompt_tokens, usage.output_tokens or 0)
+            else:
+                visit.used(None, flight.streamed_tokens if flight.facts.streaming else None)
+        visit.leave()
 
     def _was_answered(self) -> bool:
         """Whether a prompt was, or began to be."""

@@ -46,8 +46,15 @@ class ResponseHolders:
     """`workers()`: the names of those that may hold responses."""
 
     def __init__(
-        self, stored: StoredResponses, upstreams: UpstreamPool, workers: Callable[[], Collection[str]]
+        self,
+        stored: StoredResponses,
+        upstreams: UpstreamPool,
+        workers: Callable[[], Collection[str]],
+        *,
+        by_tenant: bool = False,
     ) -> None:
+        """`by_tenant`: each is its owner's alone, so that one whose owner is not known here is nobody's."""
+        self._by_tenant = by_tenant
         self._stored = stored
         self._upstreams = upstreams
         self._workers = workers
@@ -56,13 +63,16 @@ class ResponseHolders:
         self._unknown: OrderedDict[str, float] = OrderedDict()
         """Ids that nobody held, and until when that is believed."""
 
-    async def find(self, response_id: str, headers: Mapping[str, str]) -> Place:
-        """Where it is. Raises ApiError: 404 `response_not_found`, or 503 while that cannot be said."""
+    async def find(self, response_id: str, headers: Mapping[str, str], tenant: str | None = None) -> Place:
+        """Where it is, for a tenant. Raises ApiError: 404 `response_not_found`, or 503 while that cannot be said."""
         now_s = time.monotonic()
-        known = self._stored.find(response_id, now_s)
+        known = self._stored.find(response_id, now_s, tenant)
         if isinstance(known, Place):
             self.lookups["known"] += 1
             return known
+        if known is None and self._by_tenant:
+            self.lookups["not_found"] += 1
+            raise _not_found(response_id)
         workers = self._workers()
         why: str | None = None
         if isinstance(known, Gone):
@@ -82,11 +92,13 @@ class ResponseHolders:
             raise errors.too_many_requests(_MOST_ASKING)
         self._asking += 1
         try:
-            return await self._ask(response_id, headers, sorted(workers), why)
+            return await self._ask(response_id, headers, sorted(workers), why, tenant)
         finally:
             self._asking -= 1
 
-    async def _ask(self, response_id: str, headers: Mapping[str, str], workers: list[str], why: str | None) -> Place:
+    async def _ask(
+        self, response_id: str, headers: Mapping[str, str], workers: list[str], why: str | None, tenant: str | None
+    ) -> Place:
         asked = workers[:_MOST_ASKED]
         tasks = {asyncio.ensure_future(self._says(worker, response_id, headers)): worker for worker in asked}
         left, said = set(tasks), {_Says.NOT_HELD} if asked == workers else {_Says.NOTHING}
@@ -99,7 +111,7 @@ class ResponseHolders:
                     if task.result() is _Says.HELD:
                         self.lookups["found"] += 1
                         place = Place(tasks[task], None)
-                        self._stored.remember(response_id, place, time.monotonic())
+                        self._stored.remember(response_id, place, time.monotonic(), tenant)
                         return place
                     if task.result() is _Says.REFUSED:
                         refused = tasks[task]

@@ -45,6 +45,9 @@ class Incoming(Sender, Protocol):
     def gone(self) -> bool:
         """Whether the client's connection is."""
 
+    def certificate_name(self) -> str | None:
+        """Whom the client's certificate names."""
+
     async def body(self, limit: int) -> bytes:
         """The whole body. Raises ApiError 413 as soon as it is known to be longer than `limit` bytes, 408 if it does
         not come.
@@ -85,5 +88,6 @@ class Reply:
         self.close = False
 
     @classmethod
-    def of(cls, error: ApiError) -> Reply:
-        return cls(error.status, error.headers(), error.body)
+    def of(cls, error: ApiError, path: str = "") -> Reply:
+        """In the shape of the API at `path`."""
+        return cls(error.status, error.headers(), error.body_for(path))

@@ -14,10 +14,13 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from gateway.auth.door import Door, Visit
+from gateway.bad_request import BadRequest
 from gateway.proxy import errors
-from gateway.proxy.errors import json_response, model_not_found
+from gateway.proxy.errors import ApiError, json_response, model_not_found
 from gateway.proxy.headers import request_headers
 from gateway.proxy.peer import Upstream, UpstreamError
+from gateway.proxy.server import target_of
 from gateway.proxy.upstream import UpstreamPool
 
 _log = logging.getLogger(__name__)
@@ -60,7 +63,8 @@ class ModelList:
     none gives cards, the first refusal is passed on.
     """
 
-    def __init__(self, upstreams: UpstreamPool, workers: Callable[[], list[str]]) -> None:
+    def __init__(self, upstreams: UpstreamPool, workers: Callable[[], list[str]], door: Door | None = None) -> None:
+        self._door = door
         self._upstreams = upstreams
         self._workers = workers
         self._known: dict[bytes, tuple[float, asyncio.Task[_Union]]] = {}
@@ -68,10 +72,21 @@ class ModelList:
 
     async def page(self, request: web.BaseRequest) -> web.Response:
         """GET /v1/models and GET /v1/models/{id}."""
-        path = request.raw_path.partition("?")[0]
+        path = target_of(request).partition("?")[0]
         if request.method != "GET":
             raise errors.method_not_allowed(request.method, path, frozenset({"GET"}))
-        cards = await asyncio.shield(self._union(request))
+        headers = request_headers(request.raw_headers)
+        visit: Visit | None = None
+        if self._door is not None:
+            try:
+                visit = self._door.identify(headers)
+            except BadRequest as exc:
+                raise ApiError(400, str(exc), code=exc.code) from None
+        cards = await asyncio.shield(self._union(headers))
+        if visit is not None and not isinstance(cards, _Refusal):
+            cards = {name: card for name, card in cards.items() if visit.key.may_ask_for(name)}
+            if not cards and path == PATH:
+                return json_response(b'{"object":"list","data":[]}')
         if isinstance(cards, _Refusal):
             return json_response(cards.body, cards.status)
         if not cards:
@@ -83,8 +98,7 @@ class ModelList:
             raise model_not_found(name)
         return json_response(msgspec.json.encode(cards[name]))
 
-    def _union(self, request: web.BaseRequest) -> asyncio.Task[_Union]:
-        headers = request_headers(request.raw_headers)
+    def _union(self, headers: CIMultiDict[str]) -> asyncio.Task[_Union]:
         key = _key(headers)
         now_s = time.monotonic()
         asked_s, task = self._known.get(key, (0.0, None))

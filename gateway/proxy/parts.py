@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from gateway.auth.door import Door
 from gateway.debug.decisions import Decisions
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
@@ -50,7 +51,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     `heard_since(worker, since_s)`: whether its engine has answered anything of ours since then. `sent(worker, rank,
     new_tokens)` is told of each prompt that goes somewhere to be computed, `unsent(worker, rank)` of each of them that
     was not. `index_note` is what the reason of a decision is to say of where the index comes from. `hints` reads what
-    somebody in front of us has settled. `unreachable_status` answers for a worker that cannot be connected to.
+    somebody in front of us has settled. `unreachable_status` answers for a worker that cannot be connected to. `door`
+    None: requests need no key.
     """
 
     planner: Planner
@@ -76,5 +78,6 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     unreachable_status: int = 502
     queue: Queue | None = None
     tenancy: Tenancy = NO_TENANCY
+    door: Door | None = None
     tracing: Tracing | None = None
     decisions: Decisions = msgspec.field(default_factory=Decisions)

@@ -78,10 +78,11 @@ class UpstreamAnswer(ABC):
 
 class PoolSettings:
     """`pool_idle_s` must stay below the server's keep-alive (uvicorn: 5 s), or requests meet closing connections. `tls`
-    is for https URLs: how to check certificates (True: against the system's CAs).
+    is for https URLs: how to check certificates (True: against the system's CAs). `link_local`: addresses as of
+    `gateway.addresses` may be connected to.
     """
 
-    __slots__ = ("connect_timeout_s", "http", "pool_idle_s", "request_timeout_s", "tls")
+    __slots__ = ("connect_timeout_s", "http", "link_local", "pool_idle_s", "request_timeout_s", "tls")
 
     def __init__(
         self,
@@ -91,12 +92,14 @@ class PoolSettings:
         request_timeout_s: float,
         tls: ssl.SSLContext | bool = True,
         http: Http = "fast",
+        link_local: bool = False,
     ) -> None:
         self.connect_timeout_s = connect_timeout_s
         self.pool_idle_s = pool_idle_s
         self.request_timeout_s = request_timeout_s
         self.tls = tls
         self.http = http
+        self.link_local = link_local
 
 
 class Upstream(ABC):

@@ -14,6 +14,7 @@ import logging
 import secrets
 import ssl
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from aiohttp import WSMsgType, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from gateway.addresses import resolver
+from gateway.auth.door import Visit
 from gateway.engine.health import End, State
 from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
@@ -42,6 +45,7 @@ logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)
 
 PATH = "/v1/realtime"
 _LONGEST_REQUEST_ID = 256
+_VERSION = "13"
 _LARGEST_MESSAGE_BYTES = 16 << 20
 """uvicorn's limit, and so vLLM's."""
 _UPGRADE_TIMEOUT_S = 10.0
@@ -101,12 +105,14 @@ class Realtime:
         tls: ssl.SSLContext | bool,
         connect_timeout_s: float,
         longest_s: float,
+        link_local: bool = False,
     ) -> None:
         self.parts = parts
         self.plane = plane
         self.longest_s = longest_s
         self.largest_bytes = min(parts.max_body_bytes, _LARGEST_MESSAGE_BYTES)
         self._tls = tls
+        self._link_local = link_local
         self._connect_timeout_s = connect_timeout_s
         self._http: aiohttp.ClientSession | None = None
 
@@ -120,11 +126,14 @@ class Realtime:
     def http(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=self._tls),
+                connector=aiohttp.TCPConnector(
+                    limit=0, force_close=True, ssl=self._tls, resolver=resolver(self._link_local)
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
                 skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
+                trace_configs=[_not_elsewhere()],
             )
         return self._http
 
@@ -148,6 +157,7 @@ class _Session:
         tracing = self._parts.tracing
         self._trace = None if tracing is None else tracing.request(self._record, self._headers, None)
         self._tenant: str | None = None
+        self._visit: Visit | None = None
         self._plan_id: str | None = None
         """Of what is booked."""
         self._client: _ServerSocket | None = None
@@ -162,7 +172,14 @@ class _Session:
         admitted = False
         try:
             self._check_upgrade()
-            self._tenant = steps.identified_session(self._parts, self._headers)
+            visit = self._visit = steps.at_door(self._parts, self._headers)
+            if visit is not None:
+                self._record.tenant = visit.tenant
+                steps.entered(self._parts, visit)
+            authenticated = None if visit is None else visit.tenant
+            if self._parts.tenancy.by_certificate:
+                authenticated = AioIncoming(self._request).certificate_name()
+            self._tenant = steps.identified_session(self._parts, self._headers, authenticated)
             self._face.plane.admit()
             admitted = True
             return await self._serve()
@@ -170,10 +187,12 @@ class _Session:
             self._record.status, self._record.error = exc.status, exc.code
             response = exc.response()
             response.headers["X-Request-Id"] = self._record.request_id
+            if self._visit is not None:
+                response.headers.update(self._visit.headers())
             if self._record.trace_id is not None:
                 response.headers[TRACE_ID_HEADER] = self._record.trace_id
             if exc.status == 426:
-                response.headers.update({"Upgrade": "websocket", "Sec-WebSocket-Version": "13"})
+                response.headers.update({"Upgrade": "websocket", "Sec-WebSocket-Version": _VERSION})
             return response
         except asyncio.CancelledError:
             if not self._over:
@@ -193,6 +212,8 @@ class _Session:
             self._give_back(Outcome(kind=OutcomeKind.CANCELLED))
             if admitted:
                 self._face.plane.leave()
+            if self._visit is not None:
+                self._visit.leave()
             self._record.duration_ms = round((time.monotonic() - began_s) * 1000, 3)
             self._parts.metrics.request(self._record.worker, self._record.status, None)
             self._parts.access.write(self._record)
@@ -206,7 +227,9 @@ class _Session:
     def _check_upgrade(self) -> None:
         request = self._request
         wants = request.headers.get("Upgrade", "").lower() == "websocket"
-        if not wants or not web.WebSocketResponse().can_prepare(request):
+        # aiohttp takes the versions of drafts, too, whose frames nobody else understands the same way.
+        known = request.headers.get("Sec-WebSocket-Version", "").strip() == _VERSION
+        if not wants or not known or not web.WebSocketResponse().can_prepare(request):
             text = f"{PATH} is a WebSocket: ask for an upgrade to it (version 13)."
             raise ApiError(426, text, code="upgrade_required")
         if self._face.plane.draining:
@@ -226,6 +249,8 @@ class _Session:
         """Raises BadRequest when several models are served and none is named."""
         booked = f"{self._record.request_id}/{id(self):x}"
         facts = await self._parts.reader.session(booked, model, self._headers)
+        if self._visit is not None:
+            self._visit.check_model(facts.lora or facts.model)
         if self._tenant is not None:
             facts = msgspec.structs.replace(facts, tenant=self._tenant)
         hints = self._parts.hints(AioIncoming(self._request))
@@ -397,7 +422,8 @@ class _Session:
 
     async def _pass_through(self, client: _ServerSocket, worker: _ClientSocket) -> web.StreamResponse:
         self._parts.metrics.realtime.inc()
-        up = asyncio.ensure_future(_pump(client, worker))
+        forbids = None if self._visit is None or self._visit.key.models is None else self._forbids
+        up = asyncio.ensure_future(_pump(client, worker, forbids=forbids))
         down = asyncio.ensure_future(_pump(worker, client, self._record))
         ways = (up, down)
         try:
@@ -413,6 +439,13 @@ class _Session:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
         return await self._finish(client, close)
+
+    def _forbids(self, message: aiohttp.WSMessage) -> _Close | None:
+        """A session may be given another model later; nobody's key covers what it does not name."""
+        models = _models_in(message)
+        if self._visit is not None and models is not None and all(map(self._visit.key.may_ask_for, models)):
+            return None
+        return _Close(_POLICY, "your API key may not use this model")
 
     async def _watched(self, ways: tuple[asyncio.Future[_Close], ...]) -> _Close:
         """Until one side ends the session, or there is a reason to."""
@@ -479,6 +512,18 @@ class _NamesModel(msgspec.Struct):
 _names_model = msgspec.json.Decoder(_NamesModel)
 
 
+def _models_in(message: aiohttp.WSMessage) -> list[str] | None:
+    """Whatever an engine could take for a model in it; None: it cannot be read."""
+    if message.type is not WSMsgType.TEXT:
+        return []
+    try:
+        event = _names_model.decode(message.data)
+    except msgspec.MsgspecError:
+        return None
+    inner = (event.session or {}).get("model")
+    return [model for model in (event.model, inner) if isinstance(model, str) and model]
+
+
 def _model_of(message: aiohttp.WSMessage) -> str | None:
     """The model that a `session.update` names."""
     if message.type is not WSMsgType.TEXT or len(message.data) > _LONGEST_EVENT_BYTES:
@@ -496,11 +541,32 @@ def _error_event(text: str, code: str | None) -> str:
     return msgspec.json.encode({"type": "error", "error": text, "code": code}).decode()
 
 
-async def _pump(source: _Socket, sink: _Socket, record: Record | None = None) -> _Close:
-    """Pass messages on, each when the one before it was taken, until one side ends. `record` counts their bytes."""
+def _not_elsewhere() -> aiohttp.TraceConfig:
+    """`ws_connect` follows redirects: a worker could have us ask anybody."""
+
+    async def refuse(_: object, __: object, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+        answer = redirect.response
+        raise aiohttp.WSServerHandshakeError(answer.request_info, (), status=answer.status, message="a redirect")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse)
+    return trace
+
+
+async def _pump(
+    source: _Socket,
+    sink: _Socket,
+    record: Record | None = None,
+    forbids: Callable[[aiohttp.WSMessage], _Close | None] | None = None,
+) -> _Close:
+    """Pass messages on, each when the one before it was taken, until one side ends. `record` counts their bytes; what
+    `forbids` says ends the session.
+    """
     while True:
         message = await source.receive()
         if (close := _ending(message, source)) is not None:
+            return close
+        if forbids is not None and (close := forbids(message)) is not None:
             return close
         try:
             await _send(sink, message)

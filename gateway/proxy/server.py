@@ -193,7 +193,7 @@ class DataPlane:
                 error=error.code,
             )
         )
-        reply = Reply.of(error)
+        reply = Reply.of(error, path)
         reply.close = self.draining
         return reply
 

@@ -13,12 +13,15 @@ from typing import Any
 import msgspec
 from multidict import CIMultiDict
 
+from gateway.auth.checks import PRIORITY_HEADER, member_of, named_in_form
+from gateway.auth.door import Visit
 from gateway.handoff.bodies import clean
 from gateway.proxy import errors
 from gateway.proxy.access import Record
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
 from gateway.proxy.parts import Parts
+from gateway.proxy.routes import Route
 from gateway.proxy.usage import Usage
 from gateway.request import BadRequest
 from gateway.sidecar.hints import NO_HINTS, Hints
@@ -38,20 +41,83 @@ _USUAL_BLOCK_TOKENS = 16
 # ---- before it goes --------------------------------------------------------------------------------------------------
 
 
+def at_door(parts: Parts, headers: CIMultiDict[str], *, anonymous: bool = False) -> Visit | None:
+    """By its key, which is taken out of `headers`; None: nobody needs one, or this request does not. Raises
+    ApiError.
+    """
+    door = parts.door
+    if door is None:
+        return None
+    if anonymous:
+        door.hide(headers)
+        return None
+    try:
+        return door.identify(headers)
+    except BadRequest as exc:
+        raise bad_request(parts, exc) from None
+    except ApiError:
+        parts.metrics.rejected("bad_key")
+        raise
+
+
+def entered(parts: Parts, visit: Visit) -> None:
+    """Raises ApiError (429)."""
+    try:
+        visit.enter()
+    except ApiError:
+        parts.metrics.rejected("key_limit")
+        raise
+
+
+def within_key(
+    parts: Parts, visit: Visit, facts: RequestFacts, headers: CIMultiDict[str], body: bytes, route: Route
+) -> RequestFacts:
+    """The facts of what its key may ask for, with its tokens reserved. Raises ApiError."""
+    try:
+        if visit.key.models is not None:
+            visit.check_model(named_in_form(headers, body) or facts.lora or facts.model)
+        if visit.key.priority is not None:
+            priority = visit.check_priority(headers, member_of(body, "priority"))
+            if priority is not None:
+                headers[PRIORITY_HEADER] = str(priority)
+                facts = msgspec.structs.replace(facts, priority=priority)
+    except BadRequest as exc:
+        raise bad_request(parts, exc) from None
+    except ApiError:
+        parts.metrics.rejected("key_forbids")
+        raise
+    if route.queued:
+        output_tokens = facts.max_output_tokens
+        if output_tokens is None:
+            output_tokens = round(parts.planner.cost.output_tokens(None)) if route.tokens is not None else 0
+        try:
+            visit.reserve(facts, output_tokens * facts.n_sequences)
+        except ApiError:
+            parts.metrics.rejected("key_limit")
+            raise
+    return facts
+
+
 def identified(
-    parts: Parts, headers: CIMultiDict[str], body: bytes, *, salted: bool, anonymous: bool
+    parts: Parts,
+    headers: CIMultiDict[str],
+    body: bytes,
+    *,
+    salted: bool,
+    anonymous: bool,
+    authenticated: str | None = None,
 ) -> tuple[str | None, bytes]:
     """Whose it is, and the body with the cache salt of its tenant (see `Tenancy.take`). Raises ApiError."""
     try:
-        return parts.tenancy.take(headers, body, salted=salted, anonymous=anonymous)
+        return parts.tenancy.take(headers, body, salted=salted, anonymous=anonymous, authenticated=authenticated)
     except (BadRequest, ApiError) as exc:
         raise _unidentified(parts, exc) from None
 
 
-def identified_session(parts: Parts, headers: CIMultiDict[str]) -> str | None:
+def identified_session(parts: Parts, headers: CIMultiDict[str], authenticated: str | None = None) -> str | None:
     """Whose connection it is (see `Tenancy.take_session`). Raises ApiError."""
     try:
-        return parts.tenancy.take_session(headers)
+        return parts.tenancy.take_session(headers, authenticated)
     except (BadRequest, ApiError) as exc:
         raise _unidentified(parts, exc) from None
 
@@ -80,10 +146,11 @@ async def read_facts(
     body: bytes,
     headers: CIMultiDict[str],
     members: dict[str, Any] | None = None,
+    tenant: str | None = None,
 ) -> RequestFacts:
     """`members` as above. Raises ApiError."""
     try:
-        return await parts.reader.read(booking_id, kind, body, headers, members)
+        return await parts.reader.read(booking_id, kind, body, headers, members, tenant)
     except BadRequest as exc:
         raise bad_request(parts, exc) from None
 
@@ -206,7 +273,8 @@ def keeps_response(kind: str | None, body: bytes) -> bool:
 def response_head(parts: Parts, flight: Flight) -> ResponseHead:
     """Reads the id of a response that the worker keeps."""
     place, stored = Place(*flight.holder), parts.stored
-    return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic()))
+    owner = flight.facts.tenant if parts.tenancy.by_tenant else None
+    return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic(), owner))
 
 
 def note_usage(parts: Parts, record: Record, flight: Flight, usage: Usage) -> None:

@@ -6,9 +6,9 @@ from functools import partial
 from urllib.parse import unquote
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from gateway.proxy import errors
-from gateway.proxy.headers import request_headers
 from gateway.proxy.holders import PREFIX, ResponseHolders
 from gateway.proxy.routes import Route
 from gateway.proxy.server import DataPlane, target_of
@@ -30,9 +30,9 @@ class StoredPages:
         name = unquote(name.removesuffix(_CANCEL), errors="surrogateescape")
         if not name or "/" in name:
             raise errors.unknown_url(request.method, target.partition("?")[0])
-        holder = partial(self._holder, name, request)
+        holder = partial(self._holder, name)
         return await self._plane.exchange(request, route, target, holder)
 
-    async def _holder(self, response_id: str, request: web.BaseRequest) -> str:
-        place = await self._holders.find(response_id, request_headers(request.raw_headers))
+    async def _holder(self, response_id: str, headers: CIMultiDict[str], tenant: str | None) -> str:
+        place = await self._holders.find(response_id, headers, tenant)
         return place.worker

@@ -86,6 +86,9 @@ class WorkersPage:
             raise ApiError(400, str(exc).replace("\n", "; "), code="invalid_worker") from None
         name, core = worker_name(worker), self._core
         named = change(ChangeKind.ADDED, name, worker)
+        if core.is_out_of_bounds(named.url or ""):
+            text = f"{named.url} is link-local or of cloud metadata, which no worker is (see discovery.link_local)."
+            raise ApiError(400, text, code="invalid_worker", param="url")
         claims = core.roster.claims(name)
         for source, claim in claims.items():
             if source is not Source.API:

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp.http_exceptions import LineTooLong
 
+from gateway.admin_client import token_headers
 from gateway.cli import Parser
 from gateway.errors import UserError
 from gateway.record.recorder import CONTENT_TYPE, PATH
@@ -53,7 +54,7 @@ class Recording:
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout, read_bufsize=_LONGEST_LINE_BYTES) as http,
-                http.get(self._url) as response,
+                http.get(self._url, headers=token_headers(), allow_redirects=False) as response,
             ):
                 await self._check(response)
                 # Not before there is something to write does an older file go.

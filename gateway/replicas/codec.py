@@ -67,6 +67,7 @@ class _Response(msgspec.Struct, frozen=True, array_like=True, gc=False):
     response_id: _Name
     worker: _Name
     rank: _Rank | None
+    owner: _Name | None = None
 
 
 class _Whole(msgspec.Struct, frozen=True, array_like=True):
@@ -88,14 +89,14 @@ Loads = Mapping[Holder, InFlight]
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """One message, as its reader uses it. `responses`: (id, worker, rank). `bye`: the writer is going down."""
+    """One message, as its reader uses it. `responses`: (id, worker, rank, owner). `bye`: the writer is going down."""
 
     number: int
     loads: Loads = {}
     arrivals: list[Arrival] = []
     over: Mapping[int, bool] = {}
     sessions: list[SessionAt] = []
-    responses: list[tuple[str, str, int | None]] = []
+    responses: list[tuple[str, str, int | None, str | None]] = []
     bye: bool = False
 
 
@@ -130,7 +131,7 @@ def read_news(data: bytes) -> News:
         arrivals=[Arrival(each.number, (each.worker, each.rank), _keys(each.keys)) for each in it.arrivals],
         over=it.over,
         sessions=_to_sessions(it.sessions),
-        responses=[(each.response_id, each.worker, each.rank) for each in it.responses],
+        responses=[(each.response_id, each.worker, each.rank, each.owner) for each in it.responses],
         bye=it.bye,
     )
 

@@ -37,16 +37,16 @@ class Publisher:
         self._ttl_ms = round(1000 * ttl_s)
         self._kept_ttl_s = max(1, min(KEPT_TTL_S, round(idle_s)))
         self._whole_every_s = ttl_s / WHOLES_IN_TTL
-        self._responses: dict[str, Place] = {}
+        self._responses: dict[str, tuple[Place, str | None]] = {}
         self._number = 0
         self._whole_at_s = 0.0
         self._kept_at_s = 0.0
         self._kept: dict[str, bytes] = {}
 
-    def response(self, response_id: str, place: Place) -> None:
-        """A stored response was made there."""
+    def response(self, response_id: str, place: Place, owner: str | None) -> None:
+        """A stored response was made there, for its owner."""
         if len(self._responses) < MOST_RESPONSES:
-            self._responses[response_id] = place
+            self._responses[response_id] = place, owner
             self.wanted.set()
         else:
             self._counts.left_out("responses")
@@ -89,7 +89,7 @@ class Publisher:
                         arrivals=arrivals,
                         over=told.over,
                         sessions=list(told.sessions.values()),
-                        responses=[(each, place.worker, place.rank) for each, place in responses.items()],
+                        responses=[(each, *place, owner) for each, (place, owner) in responses.items()],
                     )
                 self._add(pipeline, news)
             pipeline.expire(self._keys.news, NEWS_TTL_S)

@@ -201,9 +201,9 @@ class Reader:
                 holdings.release(assumed, prefilled, now_s)
         for at in news.sessions:
             self._planner.session_elsewhere(at, now_s)
-        for response_id, worker_name, rank in news.responses:
+        for response_id, worker_name, rank, owner in news.responses:
             if worker_name in workers:
-                self._stored.remember_elsewhere(response_id, Place(worker_name, rank), now_s)
+                self._stored.remember_elsewhere(response_id, Place(worker_name, rank), now_s, owner)
         self._counts.ignored("workers", unknown)
 
 

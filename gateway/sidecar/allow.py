@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import NamedTuple
 
+from gateway.addresses import is_metadata
 from gateway.sidecar.endpoint import Endpoint, Host, parse_host, parse_port
 
 _ANY = "*"
@@ -26,7 +27,9 @@ class Entry(NamedTuple):
             return False
         if isinstance(self.host, IPv4Network | IPv6Network):
             return not isinstance(endpoint.host, str) and endpoint.host in self.host
-        return self.host is None or self.host == endpoint.host
+        if self.host is None:
+            return not is_metadata(endpoint.host)  # "Any" was not meant so.
+        return self.host == endpoint.host
 
 
 def parse_entry(text: str) -> Entry:

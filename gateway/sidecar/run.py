@@ -15,7 +15,7 @@ from gateway.core import Core
 from gateway.discovery import Discovery, StaticDiscovery
 from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.realtime import PATH as REALTIME
-from gateway.service import Service, is_any_known, known_workers, run, with_policy
+from gateway.service import Service, admin_token_of, is_any_known, known_workers, run, with_policy, without_keys
 from gateway.sidecar.hints import HintReader
 from gateway.sidecar.passing import Passing
 from gateway.sidecar.pod import Pod
@@ -34,16 +34,18 @@ class Sidecar(Service):
     configuration and from hint headers.
     """
 
-    foreign_sections = ("queue", "tenancy", "epp", "redis", "indexer")
+    foreign_sections = ("queue", "tenancy", "auth", "epp", "redis", "indexer")
 
     def __init__(self, config: Config) -> None:
         settings, pd = config.sidecar, config.pd
         # Where only hints may send a prompt elsewhere, the policy is that of the hints.
         config = with_policy(config, pd.policy if pd.policy and pd.no_hint == "decide" else _HINTED)
         # Whoever sent it here has chosen this pod, and knows whose it is.
+        config = without_keys(config, "sidecar")
         config = msgspec.structs.replace(
             config, queue=QueueConfig(enabled=False), tenancy=TenancyConfig(), redis=RedisConfig()
         )
+        admin_token = admin_token_of(config, settings.admin_host, "sidecar.admin_host")
         core = Core(config)
         self.pod = pod = Pod(settings.engine, settings.data_parallel_size, lambda: self.ports)
         if not (pd.allow or is_any_known(config)):
@@ -64,6 +66,7 @@ class Sidecar(Service):
             reader,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
+            admin_token=admin_token,
             controlled=lambda: pod.names,
             unreachable_status=_REFUSED,
         )

@@ -95,6 +95,8 @@ class Targets:
         if len(self._named_s) >= self._most and not self._make_room(role):
             return Refusal.FULL
         self._apply(_hinted(name, f"{self._scheme}://{endpoint}", role))
+        if name not in self._fleet.workers:
+            return Refusal.DENIED
         self._touch(name)
         return name
 

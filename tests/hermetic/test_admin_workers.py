@@ -398,3 +398,13 @@ async def test_explain_shows_weights(fleet: Fleet) -> None:
     assert page["weights"] == {"a": 1.0, "b": 1.0, "slow": 0.5}
     comp_s = {row["decode"][0]: row["price"]["comp_s"] for row in page["considered"]}
     assert comp_s["slow"] == pytest.approx(2 * comp_s["a"])
+
+
+@pytest.mark.parametrize("host", ["169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]"])
+async def test_a_worker_where_clouds_keep_metadata_is_refused(host: str) -> None:
+    async with Fleet(a=engine()) as fleet:
+        status, answer, _ = await fleet.post(fleet.admin + "/admin/workers", {"url": f"http://{host}:80", "name": "x"})
+        assert (status, answer["error"]["code"]) == (400, "invalid_worker")
+        assert set(fleet.core.fleet.workers) == {"a"}
+        assert fleet.core.roster.source("x") is None
+        assert fleet.core.upstreams.get("x") is None

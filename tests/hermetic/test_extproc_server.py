@@ -493,3 +493,26 @@ async def test_new_files_of_a_certificate_are_served_without_a_restart(tmp_path:
     certificate.refresh()
     assert await asyncio.to_thread(certificate_of, server.port) == second
     await server.close()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+async def test_client_certificates_are_demanded(tmp_path: Path, shown: bool) -> None:
+    authority, clients = trustme.CA(), trustme.CA()
+    leaf, ours = authority.issue_cert("127.0.0.1"), clients.issue_cert("envoy.example")
+    cert, key, ca = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "ca.pem"))
+    leaf.cert_chain_pems[0].write_to_path(cert)
+    leaf.private_key_pem.write_to_path(key)
+    clients.cert_pem.write_to_path(ca)
+    identity = Given(ServingCertificate(cert, key, ca))
+    server = PickerServer(Slow(), PickerSettings(host="127.0.0.1", port=0, health_port=None, identity=identity))
+    await server.start()
+    pair = (ours.private_key_pem.bytes(), ours.cert_chain_pems[0].bytes()) if shown else (None, None)
+    credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes(), *pair)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{server.port}", credentials) as channel:
+        if shown:
+            assert await Client(channel).health() == SERVING
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await Client(channel).health()
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    await server.close()

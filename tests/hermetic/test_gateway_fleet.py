@@ -318,3 +318,15 @@ async def test_the_command_serves_and_drains_on_sigterm(fleet: Fleet) -> None:
         status, _, _ = await asyncio.wait_for(running, 10)
         assert status == 200
         assert " POST /v1/completions 200 " in await gateway.stopped()
+
+
+@pytest.mark.parametrize("scheme", ["http", "HTTP"])
+async def test_lists_of_models_are_asked_for_by_a_whole_url_too(scheme: str) -> None:
+    async with Fleet(a=engine()) as fleet:
+        for path, said in (("/v1/models", b'"object":"list"'), ("/v1/models/tiny", b'"id":"tiny"')):
+            reader, writer = await asyncio.open_connection("127.0.0.1", fleet.gateway.port)
+            writer.write(f"GET {scheme}://x.example{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            answer = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert said in answer.replace(b": ", b":")

@@ -1,6 +1,7 @@
 """Requests made to harm: what they cost, what they leave behind, and what is told about them."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -257,3 +258,61 @@ async def test_a_large_prompt_passes_unchanged_and_is_placed() -> None:
         assert stub.calls[0].body == raw
         (record,) = await world.records()
         assert (record["tokens"], record["prompt_tokens"]) == ("given", LARGE_BYTES // 4)
+
+
+def nested(levels: int, inside: str = "1") -> bytes:
+    deep = '{"a":[' * (levels // 2) + inside + "]}" * (levels // 2)
+    return b'{"model":"m","prompt":"hi","metadata":' + deep.encode() + b"}"
+
+
+@pytest.mark.parametrize("levels", [140, 900, 5000, 200_000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
+async def test_what_is_nested_deep_is_refused_at_once(levels: int, path: str) -> None:
+    async with Stub(ok) as stub, World({"a": stub.url}) as world:
+        began_s = time.thread_time()
+        status, answer, _ = await world.post(nested(levels), path)
+        assert (status, json.loads(answer)["error"]["code"]) == (400, "invalid_json")
+        assert time.thread_time() - began_s < 2
+        assert stub.calls == []
+        assert (await world.post(nested(100, '"' + "[" * 500 + '"')))[0] == 200
+        await until(world.is_idle)
+
+
+@pytest.mark.parametrize("size", [b"FFFFFFFFFF", b"100001", b"fffffffffffff"])
+async def test_a_chunk_that_says_it_is_too_large_is_not_waited_for(size: bytes) -> None:
+    async with Stub(ok) as stub, World({"a": stub.url}, http="fast") as world:
+        request = raw_request(b"", "Transfer-Encoding: chunked", length=False) + size + b"\r\n" + b"x" * 100
+        head, rest = await answer_of(world, request)
+        assert head.split(b" ")[1] in (b"413", b"400")
+        assert json.loads(rest)["error"]["code"] in ("request_too_large", "invalid_body")
+        assert stub.calls == []
+
+
+async def test_a_head_that_comes_drop_by_drop_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gateway.http1 import listener
+
+    monkeypatch.setattr(listener, "_HEAD_S", 0.3)
+    async with Stub(ok) as stub, World({"a": stub.url}, http="fast") as world:
+        reader, writer = await world.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+
+        async def drips() -> None:
+            while True:
+                writer.write(b"x: y\r\n")
+                await asyncio.sleep(0.02)
+
+        task = asyncio.ensure_future(drips())
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        task.cancel()
+        assert (await world.post(BODY))[0] == 200
+
+
+@pytest.mark.parametrize("scheme", ["http", "HTTP", "HtTpS"])
+async def test_absolute_targets_in_any_case(scheme: str) -> None:
+    async with Stub(ok) as stub, World({"a": stub.url}) as world:
+        raw = json.dumps(BODY).encode()
+        line = f"POST {scheme}://gateway.example/v1/completions?q=1 HTTP/1.1"
+        head, _ = await answer_of(world, raw_request(raw, "Connection: close", line=line))
+        assert head.startswith(b"HTTP/1.1 200")
+        assert stub.calls[0].line == "POST /v1/completions?q=1 HTTP/1.1"

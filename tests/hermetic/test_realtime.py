@@ -16,7 +16,7 @@ from yarl import URL
 from gateway.config.schema import TenancyConfig
 from scorer.types import ChangeKind, WorkerChange
 from tests.support.gateway_world import Fleet, engine, until
-from tests.support.proxy_world import Stub, World
+from tests.support.proxy_world import Call, Stub, World
 from tests.support.sidecar_world import Pod
 
 AUDIO = {"type": "input_audio_buffer.append", "audio": base64.b64encode(b"\0\1" * 800).decode()}
@@ -493,3 +493,49 @@ async def test_no_session_where_every_prompt_must_have_its_tenants_salt(monkeypa
             assert answer.status == 400
             assert (await answer.json())["error"]["code"] == "not_salted"
         assert sessions(fleet) == {"a": 0}
+
+
+@pytest.mark.parametrize("version", ["8", "7", "12", "", "13, 8", "0x0d"])
+async def test_only_version_13_is_spoken(fleet: Fleet, version: str) -> None:
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": version}
+    headers["Sec-WebSocket-Key"] = base64.b64encode(b"k" * 16).decode()
+    async with fleet.http.get(f"{fleet.url}{PATH}?model=tiny", headers=headers) as response:
+        assert (response.status, response.headers["Sec-WebSocket-Version"]) == (426, "13")
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+async def test_a_frame_that_is_not_masked_ends_the_session_and_reaches_nobody(fleet: Fleet, pipelined: bool) -> None:
+    url = URL(fleet.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    rows = [
+        f"GET {PATH}?model=tiny HTTP/1.1", f"Host: {url.host}", "Upgrade: websocket", "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+    ]  # fmt: skip
+    text = json.dumps(UPDATE).encode()
+    frame = bytes([0x81, len(text)]) + text
+    writer.write("\r\n".join(rows).encode() + b"\r\n\r\n" + (frame if pipelined else b""))
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+    if not pipelined:
+        writer.write(frame)
+    told = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert told.endswith(b"\x88\x02" + (1002).to_bytes(2, "big")) or b"\x03\xea" in told  # A close of ours.
+    await until(lambda: not booked(fleet) and not fleet.gateway.plane.in_flight)
+    assert all(session.model is None for server in fleet.engines.values() for session in server.sessions)
+
+
+async def test_a_worker_that_sends_us_elsewhere_is_not_followed() -> None:
+    async def never(call: Call) -> None:
+        await call.ok()
+
+    async with Stub(never) as elsewhere:
+
+        async def redirects(call: Call) -> None:
+            await call.ok(b"", f"Location: {elsewhere.url}/latest/meta-data", status="302 Found")
+
+        async with Stub(redirects) as stub, World({"a": stub.url}) as world:
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await world.http.ws_connect(f"{world.url}{PATH}?model=m", headers={"Authorization": "Bearer x"})
+            assert refused.value.status == 502
+            assert elsewhere.calls == []
+            await until(world.is_idle)

@@ -14,6 +14,7 @@ from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
 from gateway.config import Config
 from gateway.config.schema import (
+    AuthConfig,
     GatewayConfig,
     HealthConfig,
     LoggingConfig,
@@ -59,6 +60,7 @@ class Fleet(Stacked):
         scorer: ScorerConfig | None = None,
         queue: QueueConfig | None = None,
         tenancy: TenancyConfig | None = None,
+        auth: AuthConfig | None = None,
         unknown_models: Literal["refuse", "try"] = "refuse",
         scrape_interval_s: float = 0.1,
         tracing: TracingConfig | None = None,
@@ -71,6 +73,7 @@ class Fleet(Stacked):
         self._scorer = scorer or ScorerConfig()
         self._queue = queue or QueueConfig()
         self._tenancy = tenancy or TenancyConfig()
+        self._auth = auth or AuthConfig()
         self._configs = engines
         self.engines: dict[str, FakeVllm] = {}
 
@@ -89,6 +92,7 @@ class Fleet(Stacked):
             health=HealthConfig(scrape_interval_s=self._scrape_interval_s),
             queue=self._queue,
             tenancy=self._tenancy,
+            auth=self._auth,
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),
             tracing=self._tracing,

@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from gateway.auth.door import Door
+from gateway.auth.keys import Key
 from gateway.config.schema import PdConfig, QueueConfig, TenancyConfig
 from gateway.debug.hits import HitBook
 from gateway.debug.metrics import Metrics
@@ -179,13 +181,16 @@ class World:
         roles: dict[str, Role] | None = None,
         queue: QueueConfig | None = None,
         tenancy: TenancyConfig | None = None,
+        keys: tuple[Key, ...] = (),
+        engine_key: str = "",
         tracing: Tracing | None = None,
     ) -> None:
         self._tracing = tracing
         self.pd = pd or PdConfig()
         self._queue = queue or QueueConfig()
         self._said = 0
-        self.tenancy = Tenancy(tenancy or TenancyConfig(), "a secret of the tests")
+        self.tenancy = Tenancy(tenancy or TenancyConfig(), "a secret of the tests", keyed=bool(keys))
+        self._keys = keys, engine_key
         self.fleet = Fleet()
         self.planner = Planner(self.fleet, PrefixIndex(), policy=policy, pd_policy=self.pd.policy or "local")
         self.tokens = TokenService()
@@ -226,7 +231,11 @@ class World:
             nixl_of=lambda _: None,
             rng=random.Random(1),
         )
-        self.holders = ResponseHolders(self.stored, self.upstreams, lambda: list(self.fleet.workers))
+        self.holders = ResponseHolders(
+            self.stored, self.upstreams, lambda: list(self.fleet.workers), by_tenant=self.tenancy.by_tenant
+        )
+        keys, engine_key = self._keys
+        self.door = Door(keys, self.metrics.registry, engine_key=engine_key) if keys else None
         self.queue = Queue(
             self._queue, self.planner, up, self.metrics, random.Random(1), by_tenant=self.tenancy.by_tenant
         )
@@ -250,6 +259,7 @@ class World:
             hints=lambda request: self.hints,
             queue=self.queue,
             tenancy=self.tenancy,
+            door=self.door,
             tracing=self._tracing,
         )
         for name, url in self._workers.items():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import msgspec
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,12 @@ def test_any_config_printed_reads_back_equal(config: Config) -> None:
     sidecar = config.sidecar
     if config.gateway.port == config.gateway.admin_port or (config.tls.cert is None) != (config.tls.key is None):
         return
+    # The others of tls go together in ways of their own (tests/hermetic/test_mtls.py).
+    tls = msgspec.structs.replace(config.tls, client_ca=None, client_cert=None, client_key=None)
+    admin, tenancy = config.admin, msgspec.structs.replace(config.tenancy, certificate=False)
+    config = msgspec.structs.replace(
+        config, tls=tls, tenancy=tenancy, admin=msgspec.structs.replace(admin, client_ca=None)
+    )
     if sidecar.port > 65000 or sidecar.admin_port in range(sidecar.port, sidecar.port + sidecar.data_parallel_size):
         return
     epp = config.epp

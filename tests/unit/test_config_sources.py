@@ -45,10 +45,13 @@ CONTEXT = {
     ("events", "bind_endpoint"): "tcp://127.0.0.1:5557",
     ("tls", "cert"): "c.pem",
     ("tls", "key"): "k.pem",
+    ("tls", "client_cert"): "cc.pem",
+    ("tls", "client_key"): "ck.pem",
     ("index", "service", "addresses"): "10.0.0.1:9010",
     ("index", "service", "cert"): "c.pem",
     ("index", "service", "key"): "k.pem",
 }
+CONTEXT_OF = {("tenancy", "certificate"): {("tls", "client_ca"): "ca.pem"}}
 
 
 def other_value(expected: str) -> str:
@@ -92,7 +95,7 @@ def test_every_key_can_be_set_by_environment_and_flag(path: tuple[str, ...]) -> 
     text = OTHER_OF.get(path) or OTHER.get(key.expected) or other_value(key.expected)
     if key.type is bool:
         text = str(not key.default).lower()
-    given = {**CONTEXT, path: text}
+    given = {**CONTEXT, **CONTEXT_OF.get(path, {}), path: text}
     by_env = load_config(env={env_name(each): value for each, value in given.items()})
     by_flag = load_config(flags=given)
     assert by_env == by_flag

@@ -36,7 +36,7 @@ NEWS = st.builds(
     arrivals=st.lists(st.builds(Arrival, st.integers(0, 1 << 30), HOLDER, KEYS), max_size=4),
     over=st.dictionaries(st.integers(0, 1 << 30), st.booleans(), max_size=4),
     sessions=st.lists(st.builds(SessionAt, st.binary(max_size=16), HOLDER, st.integers(0, 1 << 30)), max_size=4),
-    responses=st.lists(st.tuples(NAME, NAME, st.none() | st.integers(0, 8)), max_size=4),
+    responses=st.lists(st.tuples(NAME, NAME, st.none() | st.integers(0, 8), st.none() | NAME), max_size=4),
     bye=st.booleans(),
 )
 

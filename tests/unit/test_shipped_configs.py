@@ -16,13 +16,15 @@ from gateway.config.keys import dotted, flag_name, leaves
 from tests.support.deployed import DEPLOY, ROOT
 
 SECTIONS = {field.name for field in msgspec.structs.fields(Config)}
+FOREIGN = {"kind", "services", "static_resources"}
+"""Of Kubernetes, Compose and Envoy."""
 _BLOCK = re.compile(r"```ya?ml\n(.*?)```", re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def is_config(tree: Any) -> bool:
     """Whether it looks like one, mistakes included: a mapping of which any key is a section of ours."""
-    return isinstance(tree, dict) and bool(tree.keys() & SECTIONS) and "kind" not in tree and "services" not in tree
+    return isinstance(tree, dict) and bool(tree.keys() & SECTIONS) and not tree.keys() & FOREIGN
 
 
 def first_document(text: str) -> Any:

@@ -1,0 +1,106 @@
+"""Which addresses are nobody's worker, however they are written and whoever names them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from gateway import addresses
+from gateway.addresses import GuardedResolver, is_metadata, leads_to_metadata, usable
+from gateway.config import ConfigError
+from gateway.config.load import read_worker
+from gateway.proxy.peer import PoolSettings, UpstreamError
+from gateway.proxy.upstream import new_upstream
+from gateway.sidecar.allow import AllowList
+from gateway.sidecar.endpoint import parse_endpoint
+
+NEVER = [
+    "169.254.169.254",
+    "169.254.0.1",
+    "169.254.170.2",
+    "fe80::1",
+    "fe80::1%eth0",
+    "febf::1",
+    "::ffff:169.254.169.254",
+    "2002:a9fe:a9fe::1",
+    "64:ff9b::a9fe:a9fe",
+    "fd00:ec2::254",
+    "fd20:ce::254",
+    "100.100.100.200",
+    "168.63.129.16",
+]
+FINE = ["10.0.0.1", "127.0.0.1", "169.253.1.1", "170.0.0.1", "192.168.1.1", "::1", "fd00::1", "fec0::1", "name", ""]
+
+
+@pytest.mark.parametrize(("address", "expected"), [(a, True) for a in NEVER] + [(a, False) for a in FINE])
+def test_an_address(address: str, expected: bool) -> None:
+    assert is_metadata(address) is expected
+    if address and "%" not in address:
+        host = f"[{address}]" if ":" in address else address
+        assert leads_to_metadata(f"http://{host}:8000/v1") is expected
+
+
+@pytest.mark.parametrize("host", ["169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]", "168.63.129.16"])
+def test_any_is_not_meant_to_cover_them_but_a_network_of_its_own_does(host: str) -> None:
+    target = parse_endpoint(f"{host}:80")
+    assert not AllowList(["*"]).allows(target)
+    assert AllowList([f"{host}:80"]).allows(target)
+
+
+def info(address: str) -> tuple[object, ...]:
+    return socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)
+
+
+def test_of_what_a_name_leads_to_only_the_rest_is_used() -> None:
+    assert usable([info("169.254.169.254"), info("10.0.0.1")]) == [info("10.0.0.1")]
+    assert usable([]) == []
+    with pytest.raises(OSError, match="link-local"):
+        usable([info("169.254.169.254"), info("fe80::1")])
+
+
+@pytest.mark.parametrize("http", ["fast", "aiohttp"])
+@pytest.mark.parametrize("host", ["rebound.example", "2852039166", "0xa9fea9fe"])
+async def test_a_name_that_leads_there_is_not_connected_to(
+    http: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DNS that answers differently the second time is no way around: what is connected to is what was looked at."""
+    loop = asyncio.get_running_loop()
+
+    async def rebound(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [info("169.254.169.254")]
+
+    async def connects(*_: object, **__: object) -> None:
+        raise AssertionError("it was connected to")
+
+    monkeypatch.setattr(type(loop), "getaddrinfo", rebound)
+    monkeypatch.setattr(type(loop), "sock_connect", connects)
+    settings = PoolSettings(connect_timeout_s=2.0, pool_idle_s=1.0, request_timeout_s=5.0, http=http)  # type: ignore[arg-type]
+    upstream = new_upstream(f"http://{host}:80", settings)
+    with pytest.raises(UpstreamError):
+        await upstream.send("GET", "/latest/meta-data", {}, b"")  # type: ignore[arg-type]
+    await upstream.close()
+
+
+async def test_the_resolver_of_scrapes_and_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = GuardedResolver()
+    assert [each["host"] for each in await names.resolve("127.0.0.1", 80)] == ["127.0.0.1"]
+    with pytest.raises(OSError, match="leads to"):
+        await names.resolve("169.254.169.254", 80)
+    await names.close()
+    assert addresses.resolver(link_local=True) is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://10.0.0.1", "file:///etc/passwd", "gopher://x", "unix:///run/x", "//10.0.0.1", "10.0.0.1:8000",
+        "http://user@10.0.0.1", "http://user:secret@10.0.0.1", "http://10.0.0.1@evil.example", "http://",
+        "http://10.0.0.1/#x", "http://10.0.0.1/?x", "http://10.0.0.1\r\nX: y", "http://10.0.0.1:99999", "http://a b",
+        "HTTP://10.0.0.1", "javascript:alert(1)",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_of_a_worker_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        read_worker({"url": url})
