@@ -42,6 +42,8 @@ class ServingCertificate:
     def __init__(self, cert: str, key: str) -> None:
         """Raises UserError."""
         self.files = (cert, key)
+        self.n_taken = 0
+        """Certificates that were taken since."""
         self._refused: _Stamp | None = None
         try:
             self._stamp = self._look()
@@ -62,6 +64,7 @@ class ServingCertificate:
             _log.warning("the new certificate is not used, the last good one stays: %s", _reason(exc))
             return False
         self._stamp, self._refused = stamp, None
+        self.n_taken += 1
         _log.info("serving with the new certificate")
         return True
 

@@ -8,7 +8,7 @@ to be evicted tells that everything used less recently is gone too.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from indexer.plane import NO_PARENT, Plane
 from indexer.prompt import Prompt
 from indexer.serves import UNDECLARED, Serves
 
+_NOTHING = Match()
 _NOT_LOOSE: dict[int, int] = {}
 """Nothing is linked here, so that nothing is put in."""
 
@@ -206,6 +207,42 @@ class ApproximateIndex:
                     low = rest & -rest
                     out[self._holders[low]] = match
                     rest ^= low
+        return out
+
+    def beyond(
+        self,
+        prompt: Prompt,
+        held: Mapping[Holder, Match],
+        *,
+        now_s: float,
+        model: str | None = None,
+        lora: str | int | None = None,
+    ) -> dict[Holder, Match]:
+        """Who will hold more of `prompt` than `held` says, and how much: blocks that were assumed from where another
+        request's known ones ended go on from where `held` ends.
+        """
+        out: dict[Holder, Match] = {}
+        for holder, assumed in self._assumed.items():
+            self._expire(assumed, now_s)
+            blocks = assumed.blocks
+            if not blocks:
+                continue
+            worker = self._workers.get(holder[0], self._default)
+            answers, adapter = worker.serves.namespace(model, lora, ())
+            if not answers:
+                continue
+            chain = prompt.chain(adapter, worker.block_size)
+            known = held.get(holder, _NOTHING)
+            depth = known.reach_tokens // worker.block_size
+            if depth >= chain.n_blocks or chain.upto(depth + 1)[depth] not in blocks:
+                continue
+            keys = chain.upto(chain.n_blocks)
+            while depth < chain.n_blocks and keys[depth] in blocks:
+                depth += 1
+            reach_tokens = depth * worker.block_size
+            # What is only in another tier has to be loaded first, whatever follows it.
+            gpu_tokens = reach_tokens if known.gpu_tokens == known.reach_tokens else known.gpu_tokens
+            out[holder] = Match(gpu_tokens, known.cpu_tokens, known.disk_tokens, reach_tokens, True)
         return out
 
     def held_blocks(self) -> Iterator[HeldBlocks]:

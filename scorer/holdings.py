@@ -93,14 +93,11 @@ class Holdings:
     def held(self, facts: RequestFacts, prompt: Prompt, now_s: float) -> dict[Holder, Match]:
         """What each rank holds of the prompt, or is about to; those with nothing are left out."""
         held = self.index.match(prompt, model=facts.model, lora=facts.lora)
-        for assumed in (
-            self.optimistic.match(prompt, now_s=now_s, model=facts.model, lora=facts.lora),
-            self.approximate.match(prompt, now_s=now_s, model=facts.model, lora=facts.lora),
-        ):
-            for holder, match in assumed.items():
-                known = held.get(holder)
-                if known is None or known.reach_tokens < match.reach_tokens:
-                    held[holder] = match
+        held |= self.optimistic.beyond(prompt, held, now_s=now_s, model=facts.model, lora=facts.lora)
+        for holder, match in self.approximate.match(prompt, now_s=now_s, model=facts.model, lora=facts.lora).items():
+            known = held.get(holder)
+            if known is None or known.reach_tokens < match.reach_tokens:
+                held[holder] = match
         return held
 
     def with_media(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from bench.proxy.routers import Running, Workers, free_port, stop, wait_until_an
 
 NONE = "no picker"
 TRIVIAL = "trivial"
+"""On grpcio, as one would write it."""
 OURS = "warmroute"
+_ON_GRPCIO = ", on grpcio"
 _HOST = "127.0.0.1"
 HERE = Path(__file__).resolve().parents[2]
 
@@ -36,12 +39,12 @@ class Spec(msgspec.Struct, frozen=True):
 def specs(tokenizer: Path, ours: Path = HERE) -> list[Spec]:
     """`ours`: the checkout whose `warmroute epp` is measured."""
 
-    def epp(workers: Workers, port: int, admin_port: int, folder: Path) -> list[str]:
+    def epp(workers: Workers, port: int, admin_port: int, folder: Path, grpc: str = "fast") -> list[str]:
         file = folder / "epp.yaml"
         listed = [{"url": u, "events": e} for u, e in zip(workers.urls, workers.events, strict=True)]
         picker = {"host": _HOST, "port": port, "health_port": 0, "metrics_port": 0, "admin_port": admin_port}
         config = {
-            "epp": {**picker, "tls": "off", "sidecar": "none"},
+            "epp": {**picker, "tls": "off", "sidecar": "none", "grpc": grpc},
             "workers": listed,
             "tokens": {"tokenizer": str(tokenizer)},
         }
@@ -50,17 +53,19 @@ def specs(tokenizer: Path, ours: Path = HERE) -> list[Spec]:
 
     return [
         Spec(NONE, "no-response", None),
-        Spec(TRIVIAL, "standalone", _trivial("seen")),
-        Spec(TRIVIAL + ", buffered", "buffered", _trivial("seen")),
-        Spec(TRIVIAL + ", no response", "no-response", _trivial("unseen")),
+        Spec(TRIVIAL, "standalone", _trivial("seen", "grpcio")),
+        Spec(TRIVIAL + ", buffered", "buffered", _trivial("seen", "grpcio")),
+        Spec(TRIVIAL + ", no response", "no-response", _trivial("unseen", "grpcio")),
+        Spec(TRIVIAL + ", on ours", "standalone", _trivial("seen", "fast")),
         Spec(OURS, "standalone", epp, ours, decides=True),
+        Spec(OURS + _ON_GRPCIO, "standalone", partial(epp, grpc="grpcio"), ours, decides=True),
     ]
 
 
-def _trivial(responses: str) -> Callable[[Workers, int, int, Path], list[str]]:
+def _trivial(responses: str, grpc: str) -> Callable[[Workers, int, int, Path], list[str]]:
     def command(workers: Workers, port: int, _: int, folder: Path) -> list[str]:
         endpoints = [f"{_HOST}:{each}" for each in workers.ports]
-        return [sys.executable, "-m", "gateway.measure", "picker", str(port), responses, *endpoints]
+        return [sys.executable, "-m", "gateway.measure", "picker", str(port), responses, grpc, *endpoints]
 
     return command
 

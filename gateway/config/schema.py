@@ -281,6 +281,10 @@ class EppConfig(_Section, frozen=True):
             "is learned then, and bookings are given back by estimate."
         ),
     ] = "seen"
+    grpc: Annotated[
+        Literal["fast", "grpcio"],
+        Meta(description="What speaks gRPC with proxies: our own reader, or grpcio, which takes a few times as long."),
+    ] = "fast"
     decision_deadline_s: Annotated[
         Seconds, Meta(description="Longest time to decide, waiting for room apart; 503 beyond it.")
     ] = 5.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import grpc
 import msgspec
 
 from gateway.config import Config
@@ -24,12 +23,12 @@ from gateway.epp.places import Places
 from gateway.epp.rewrites import Rewrites, read_rewrites
 from gateway.epp.unseen import Unseen
 from gateway.errors import UserError
-from gateway.extproc import tls
 from gateway.extproc.server import PickerServer, PickerSettings
+from gateway.extproc.tls import Given, Identity, SelfSigned
 from gateway.proxy.server import HttpServer
 from gateway.service import Service, known_workers, run, with_policy
 from gateway.sidecar.hints import no_hints
-from gateway.tls import ServingCertificate, serving_certificate
+from gateway.tls import ServingCertificate
 
 _POLICY = "cost"
 _NO_SIDECAR = "local"
@@ -90,11 +89,12 @@ class Epp(Service):
                 host=settings.host,
                 port=settings.port,
                 health_port=settings.health_port,
-                credentials=_credentials(settings.tls, serving_certificate(config.tls)),
+                identity=_identity(settings.tls, self.certificate),
                 max_body_bytes=config.gateway.max_body_bytes,
                 # The picker has a deadline of its own, and waiting for room is none of it.
                 decision_timeout_s=settings.decision_deadline_s + config.queue.max_wait_s + 1,
                 sees_responses=settings.responses == "seen",
+                grpc=settings.grpc,
             ),
             self._is_ready,
         )
@@ -194,14 +194,14 @@ def _with_sidecar(config: Config) -> Config:
     return msgspec.structs.replace(config, pd=msgspec.structs.replace(config.pd, peers=peers))
 
 
-def _credentials(kind: str, certificate: ServingCertificate | None) -> grpc.ServerCredentials | None:
+def _identity(kind: str, certificate: ServingCertificate | None) -> Identity | None:
     if kind == "off":
         return None
     if kind == "self_signed":
-        return tls.self_signed()
+        return SelfSigned()
     if certificate is None:
         raise UserError("epp.tls: files needs tls.cert and tls.key")
-    return tls.given(certificate)
+    return Given(certificate)
 
 
 def main(args: Sequence[str]) -> int:

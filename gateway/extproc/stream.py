@@ -1,12 +1,12 @@
-"""One stream of a proxy: its session, read from and written to gRPC, and its decision, made meanwhile."""
+"""One stream of a proxy: its session, fed with what comes, and its decision, made meanwhile. Transports carry it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 
-import grpc
 import msgspec
 
 from gateway.extproc.refusals import internal, undecided
@@ -17,7 +17,8 @@ from gateway.proxy.errors import log_unexpected
 
 _log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+METHOD = "Process"
 
 
 class Counts(msgspec.Struct):
@@ -33,72 +34,82 @@ class Counts(msgspec.Struct):
     failed: int = 0
 
 
-class Stream:
-    """`run` it once. Tasks that outlive it, decisions called off, are kept in `tasks` until they are done."""
+class BrokenOff(Exception):
+    """The stream is to be aborted as INTERNAL, with this text. To end it well would mean "go on without me"."""
 
-    def __init__(
-        self,
-        session: Session,
-        context: Context,
-        picker: Picker,
-        deadline_s: float,
-        counts: Counts,
-        tasks: set[asyncio.Task[None]],
-    ) -> None:
-        self._session = session
-        self._context = context
-        self._picker = picker
-        self._deadline_s = deadline_s
-        self._counts = counts
-        self._tasks = tasks
+
+class Shared:
+    """What all streams of one server use. `tasks`: decisions, some of which outlive their streams."""
+
+    def __init__(self, picker: Picker, *, deadline_s: float, max_body_bytes: int, sees_responses: bool) -> None:
+        self.picker = picker
+        self.deadline_s = deadline_s
+        self.max_body_bytes = max_body_bytes
+        self.sees_responses = sees_responses
+        self.counts = Counts()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+
+class Stream(ABC):
+    """Begins when it is made. A transport calls `received` and `ended`, writes `outgoing` after each, and calls `over`
+    last, whatever happened.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self.outgoing: deque[pb.ProcessingResponse] = deque()
+        self._shared = shared
+        self._session = Session(max_body_bytes=shared.max_body_bytes, sees_responses=shared.sees_responses)
         self._picking: asyncio.Task[None] | None = None
-        self._outgoing: deque[pb.ProcessingResponse] = deque()
-        self._writing = False
+        shared.counts.open += 1
+        shared.counts.begun += 1
+        shared.idle.clear()
 
-    async def run(self) -> None:
-        """Returns when the proxy has ended the stream and needed nothing more of us; aborts it otherwise."""
-        self._counts.open += 1
-        self._counts.begun += 1
-        try:
-            await self._talk()
-        finally:
-            self._counts.open -= 1
-            self._call_off()
-            self._session.close()
+    @abstractmethod
+    async def flush(self) -> None:
+        """Write `outgoing`, in order."""
 
-    async def _talk(self) -> None:
+    def received(self, message: pb.ProcessingRequest) -> None:
+        """Raises BrokenOff."""
         session = self._session
         try:
-            while (message := await self._read()) is not None:
-                self._outgoing += session.feed(message)
-                if session.decided:
-                    self._call_off()  # Overtaken by the proxy's own answer, if there is no verdict yet.
-                elif session.ask is not None and self._picking is None:
-                    self._decide(session.ask)
-                await self._flush()
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
+            self.outgoing += session.feed(message)
         except ProtocolError as exc:
-            self._counts.broken += 1
+            self._shared.counts.broken += 1
             _say_once(str(exc))
-            await self._context.abort(grpc.StatusCode.INTERNAL, f"protocol error: {exc}")
+            raise BrokenOff(f"protocol error: {exc}") from None
         except Exception as exc:
-            self._counts.failed += 1
-            log_unexpected(_log, "a proxy's stream is broken off", exc)
-            await self._context.abort(grpc.StatusCode.INTERNAL, "internal error")
-        if not session.decided:
-            await self._context.abort(grpc.StatusCode.INTERNAL, "the stream ended before its request was whole")
+            raise self.failed(exc) from None
+        if session.decided:
+            self._call_off()  # Overtaken by the proxy's own answer, if there is no verdict yet.
+        elif session.ask is not None and self._picking is None:
+            self._decide(session.ask)
 
-    async def _read(self) -> pb.ProcessingRequest | None:
-        """None: the proxy says no more."""
-        message: object = await self._context.read()
-        return message if isinstance(message, pb.ProcessingRequest) else None
+    def failed(self, exc: Exception) -> BrokenOff:
+        """What to raise instead of it."""
+        self._shared.counts.failed += 1
+        log_unexpected(_log, "a proxy's stream is broken off", exc)
+        return BrokenOff("internal error")
+
+    def ended(self) -> None:
+        """The proxy says no more. Raises BrokenOff if it would need to."""
+        if not self._session.decided:
+            raise BrokenOff("the stream ended before its request was whole")
+
+    def over(self) -> None:
+        shared = self._shared
+        shared.counts.open -= 1
+        if not shared.counts.open:
+            shared.idle.set()
+        self._call_off()
+        self._session.close()
 
     def _decide(self, ask: Ask) -> None:
-        self._counts.blind += ask.blind
+        self._shared.counts.blind += ask.blind
         self._picking = task = asyncio.get_running_loop().create_task(self._pick(ask), name="pick")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._shared.tasks.add(task)
+        task.add_done_callback(self._shared.tasks.discard)
 
     def _call_off(self) -> None:
         if self._picking is not None:
@@ -106,37 +117,26 @@ class Stream:
             self._picking = None
 
     async def _pick(self, ask: Ask) -> None:
-        limit = asyncio.timeout(self._deadline_s)
+        limit = asyncio.timeout(self._shared.deadline_s)
         try:
             async with limit:
-                verdict = await self._picker.pick(ask)
-            self._outgoing += self._session.decide(verdict)
+                verdict = await self._shared.picker.pick(ask)
+            self.outgoing += self._session.decide(verdict)
         except Exception as exc:
-            self._outgoing += self._session.decide(self._instead(exc, limit.expired()))
+            self.outgoing += self._session.decide(self._instead(exc, limit.expired()))
         self._picking = None  # What is decided is also sent.
         try:
-            await self._flush()
-        except Exception as exc:  # The proxy has gone; `_talk` learns of it by itself.
+            await self.flush()
+        except Exception as exc:  # The proxy has gone; the transport learns of it by itself.
             _log.debug("an answer was not sent: %s", type(exc).__name__)
 
     def _instead(self, exc: Exception, expired: bool) -> Refusal:
         if expired and isinstance(exc, TimeoutError):
-            self._counts.late += 1
-            return undecided(self._deadline_s)
-        self._counts.failed += 1
+            self._shared.counts.late += 1
+            return undecided(self._shared.deadline_s)
+        self._shared.counts.failed += 1
         log_unexpected(_log, "a request is refused, since no endpoint could be picked for it", exc)
         return internal()
-
-    async def _flush(self) -> None:
-        """Whoever comes first writes for all, so that answers go out in order."""
-        if self._writing:
-            return
-        self._writing = True
-        try:
-            while self._outgoing:
-                await self._context.write(self._outgoing.popleft())
-        finally:
-            self._writing = False
 
 
 _MOST_SAID = 64

@@ -3,30 +3,65 @@
 from __future__ import annotations
 
 import datetime
-import logging
+import ssl
+import tempfile
 from pathlib import Path
 
 import grpc
 
 from gateway.tls import ServingCertificate
 
-_log = logging.getLogger(__name__)
 _NAME = "warmroute"
 _YEARS = 10
+_ALPN = "h2"
 
 
-def given(certificate: ServingCertificate) -> grpc.ServerCredentials:
-    """Each handshake looks whether the files have changed; halves of two pairs change nothing."""
+class Given:
+    """Of files that may change."""
 
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        return _of_files(certificate) if certificate.refresh() else None
+    def __init__(self, certificate: ServingCertificate) -> None:
+        self._certificate = certificate
 
-    return grpc.dynamic_ssl_server_credentials(_of_files(certificate), fetch)  # type: ignore[arg-type]
+    def context(self) -> ssl.SSLContext:
+        """Whoever owns the certificate refreshes it."""
+        self._certificate.context.set_alpn_protocols([_ALPN])
+        return self._certificate.context
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Each handshake looks whether the files have changed; halves of two pairs change nothing."""
+        certificate, served = self._certificate, self._certificate.n_taken
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            certificate.refresh()
+            if certificate.n_taken == served:
+                return None
+            served = certificate.n_taken
+            return _of_files(certificate)
+
+        return grpc.dynamic_ssl_server_credentials(_of_files(certificate), fetch)  # type: ignore[arg-type]
 
 
-def self_signed() -> grpc.ServerCredentials:
+class SelfSigned:
     """For proxies that encrypt without checking whom they talk to (Envoy AI Gateway, agentgateway, llm-d's charts)."""
-    return grpc.ssl_server_credentials([_new_pair()])
+
+    def __init__(self) -> None:
+        self._key, self._certificate = _new_pair()
+
+    def context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        with tempfile.NamedTemporaryFile(prefix="warmroute-") as file:  # Which only its owner may read.
+            file.write(self._key + self._certificate)
+            file.flush()
+            context.load_cert_chain(file.name)
+        context.set_alpn_protocols([_ALPN])
+        return context
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials([(self._key, self._certificate)])
+
+
+Identity = Given | SelfSigned
 
 
 def _of_files(certificate: ServingCertificate) -> grpc.ServerCertificateConfiguration:

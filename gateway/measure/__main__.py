@@ -1,6 +1,6 @@
 """`python -m gateway.measure front MODEL ROUNDS` and `... stall MODEL WINDOWS WINDOW_S`: one JSON object on stdout.
 
-`... picker PORT seen|unseen ENDPOINT...` serves the picker of `python -m bench epp` until it is told to stop.
+`... picker PORT seen|unseen fast|grpcio ENDPOINT...` is the picker of `python -m bench epp` until it is told to stop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.service import tune_interpreter
 
 def main(args: Sequence[str]) -> None:
     if args[0] == "picker":
-        return serve_picker(int(args[1]), args[2] == "seen", args[3:])
+        return serve_picker(int(args[1]), args[2] == "seen", "fast" if args[3] == "fast" else "grpcio", args[4:])
     what, model, *rest = args
     used: dict[str, Any] = {"scheduled": _ahead_of_others()}
     tune_interpreter()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import signal
 from collections.abc import Sequence
+from typing import Literal
 
 from multidict import CIMultiDict
 
@@ -31,18 +32,18 @@ class _ByTurns:
         return Pick(endpoints=next(self._turns), watch=self._watch)
 
 
-def serve_picker(port: int, sees_responses: bool, endpoints: Sequence[str]) -> None:
+def serve_picker(port: int, sees_responses: bool, grpc: Literal["fast", "grpcio"], endpoints: Sequence[str]) -> None:
     """Until SIGTERM. `endpoints`: `ip:port`, one at least."""
     import uvloop
 
     tune_interpreter()
-    uvloop.run(_serve(port, sees_responses, endpoints))
+    settings = PickerSettings(host="127.0.0.1", port=port, health_port=None, sees_responses=sees_responses, grpc=grpc)
+    uvloop.run(_serve(settings, endpoints))
 
 
-async def _serve(port: int, sees_responses: bool, endpoints: Sequence[str]) -> None:
+async def _serve(settings: PickerSettings, endpoints: Sequence[str]) -> None:
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    settings = PickerSettings(host="127.0.0.1", port=port, health_port=None, sees_responses=sees_responses)
     server = PickerServer(_ByTurns(endpoints), settings)
     await server.start()
     await told.wait()

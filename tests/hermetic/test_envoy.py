@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.extproc import session, tls
+from gateway.extproc import session
 from gateway.extproc.server import PickerSettings
 from gateway.extproc.session import ProtocolError, Session
+from gateway.extproc.tls import SelfSigned
 from gateway.pb import ext_proc_pb2 as pb
 from tests.support.envoy import CONFIGS, Change, cluster, connection_manager, envoy_binary, ext_proc, http_filters
 from tests.support.envoy_world import CASE, DO, EnvoyWorld
@@ -53,7 +54,7 @@ def world_of(name: str, folder: Path, change: Change = keep_trailers) -> EnvoyWo
     settings = msgspec.structs.replace(
         SETTINGS,
         sees_responses=name != "no-response",
-        credentials=tls.self_signed() if name == "override-host" else None,
+        identity=SelfSigned() if name == "override-host" else None,
     )
     return EnvoyWorld(name, folder, change=change, settings=settings)
 

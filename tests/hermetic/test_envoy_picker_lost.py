@@ -16,7 +16,7 @@ import pytest
 
 from bench.epp.envoy import at
 from bench.proxy.routers import free_port, stop
-from gateway.extproc import tls
+from gateway.extproc.tls import SelfSigned
 from tests.hermetic.test_envoy import SETTINGS
 from tests.support.envoy import cluster, envoy_binary
 from tests.support.envoy_world import CASE, EnvoyWorld
@@ -35,7 +35,7 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvoyWorld]
 
 @pytest.fixture(scope="module")
 def override(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvoyWorld]:
-    settings = msgspec.structs.replace(SETTINGS, credentials=tls.self_signed())
+    settings = msgspec.structs.replace(SETTINGS, identity=SelfSigned())
     with EnvoyWorld("override-host", tmp_path_factory.mktemp("override"), settings=settings) as world:
         yield world
 

@@ -15,8 +15,10 @@ import pytest
 import trustme
 
 from gateway.errors import UserError
-from gateway.extproc import tls
+from gateway.extproc import server as server_module
+from gateway.extproc import stream as stream_module
 from gateway.extproc.server import METHOD, SERVICE, PickerServer, PickerSettings
+from gateway.extproc.tls import Given, SelfSigned
 from gateway.extproc.types import Ask, Pick, Refusal
 from gateway.pb import ext_proc_pb2 as pb
 from gateway.pb import health_pb2
@@ -36,6 +38,13 @@ from tests.support.gateway_world import until
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 LOCAL = PickerSettings(host="127.0.0.1", port=0, health_port=0)
 PATIENCE_S = 20.0
+
+
+@pytest.fixture(params=["fast", "grpcio"], autouse=True)
+def grpc_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What speaks gRPC; what is tested here holds for either."""
+    monkeypatch.setitem(server_module._PORTS, "fast", server_module._PORTS[request.param])
+    return str(request.param)
 
 
 class Slow:
@@ -222,7 +231,10 @@ async def test_garbage_never_ends_well(garbage: bytes, caplog: pytest.LogCapture
         assert server.counts.broken + server.counts.failed == 1
 
 
-async def test_a_proxy_that_is_set_up_wrongly_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_proxy_that_is_set_up_wrongly_fills_no_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "_said", set())
     async with serving(Slow()) as (server, client):
         for _ in range(5):
             call = client.process()
@@ -332,7 +344,7 @@ def certificate_of(port: int) -> bytes:
 
 
 async def test_self_signed() -> None:
-    settings = PickerSettings(host="127.0.0.1", port=0, health_port=None, credentials=tls.self_signed())
+    settings = PickerSettings(host="127.0.0.1", port=0, health_port=None, identity=SelfSigned())
     server = PickerServer(Slow(), settings)
     await server.start()
     root = ssl.DER_cert_to_PEM_cert(await asyncio.to_thread(certificate_of, server.port)).encode()
@@ -353,14 +365,17 @@ async def test_new_files_of_a_certificate_are_served_without_a_restart(tmp_path:
         leaf.private_key_pem.write_to_path(key)
 
     renew()
-    given = tls.given(ServingCertificate(cert, key))
-    server = PickerServer(Slow(), PickerSettings(host="127.0.0.1", port=0, health_port=None, credentials=given))
+    certificate = ServingCertificate(cert, key)
+    settings = PickerSettings(host="127.0.0.1", port=0, health_port=None, identity=Given(certificate))
+    server = PickerServer(Slow(), settings)
     await server.start()
     first = await asyncio.to_thread(certificate_of, server.port)
     assert await asyncio.to_thread(certificate_of, server.port) == first
     renew()
+    certificate.refresh()  # As the service does now and then.
     second = await asyncio.to_thread(certificate_of, server.port)
     assert second != first
     await asyncio.to_thread(Path(key).write_text, "half of a pair")
+    certificate.refresh()
     assert await asyncio.to_thread(certificate_of, server.port) == second
     await server.close()

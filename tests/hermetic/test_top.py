@@ -61,6 +61,8 @@ class Terminal:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "gateway", *self._args, stdin=self.slave, stdout=self.slave, stderr=self.slave,
             start_new_session=True,
+            # A shell's background jobs ignore it, and so would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         os.set_blocking(self._master, False)
 

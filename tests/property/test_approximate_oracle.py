@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer import ApproximateIndex, Prompt
+from indexer import ApproximateIndex, Match, Prompt
 from tests.support import IN_CI
 
 SIZE = 2
@@ -31,11 +31,12 @@ class NaiveHolder:
             self.used = [entry for entry in self.used if entry[0] != path] + [(path, now_s)]
         self.used = self.used[max(0, len(self.used) - self.capacity) :]
 
-    def depth(self, tokens: list[int], now_s: float) -> int:
+    def depth(self, tokens: list[int], now_s: float, known_tokens: int = 0) -> int:
+        """`known_tokens` are held anyway."""
         self.expire(now_s)
         held = {path for path, _ in self.used}
-        n = 0
-        for path in paths(tokens):
+        n = known_tokens // SIZE
+        for path in paths(tokens)[n:]:
             if path not in held:
                 break
             n += 1
@@ -79,6 +80,12 @@ def run(rng: random.Random, steps: int) -> None:
         found = index.match(tokens, now_s=now_s)
         assert {name: match.gpu_tokens for name, match in found.items()} == expected
         assert all(match.approximate for match in found.values())
+        reach = {name: SIZE * rng.randint(0, len(tokens) // SIZE) for name in naive}
+        known = {name: Match(n, 0, 0, n) for name, n in reach.items() if n}
+        beyond = {name: match.reach_tokens for name, match in index.beyond(Prompt(tokens), known, now_s=now_s).items()}
+        assert beyond == {
+            name: n for name, each in naive.items() if (n := each.depth(tokens, now_s, reach[name])) > reach[name]
+        }
     for worker in ("a", "b"):
         index.remove_worker(worker)
     assert index.stats()["assumed_blocks"] == {}

@@ -135,7 +135,8 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> tuple[
 
 class Obedient:
     """A picker that does what a request's header `x-do` says: nothing (the first pod), `pod=N`, `at=ENDPOINTS`, `503`,
-    `429`, `raise`, `hang`, `sleep=S`, `body=BYTES`, `rename`, `bad-header`. What became of each case is in `watches`.
+    `429`, `raise`, `hang`, `sleep=S`, `body=BYTES`, `rename`, `bad-header`, `set=JSON` (headers). What became of each
+    case is in `watches`.
     """
 
     def __init__(self, pods: Pods) -> None:
@@ -164,10 +165,16 @@ class Obedient:
         return Pick(
             endpoints=tuple(how.split(",")) if do == "at" else (allowed[int(how) if do == "pod" else 0],),
             watch=watch,
-            set_headers={"x-picked": "a\r\nb: c"} if do == "bad-header" else {"x-picked": "yes"},
+            set_headers=_headers(do, how),
             body=b"b" * int(how) if do == "body" else None,
             rename=("served", "asked") if do == "rename" else None,
         )
+
+
+def _headers(do: str, how: str) -> dict[str, str]:
+    if do == "bad-header":
+        return {"x-picked": "a\r\nb: c"}
+    return dict(json.loads(how)) if do == "set" else {"x-picked": "yes"}
 
 
 class Answer(msgspec.Struct):
@@ -201,12 +208,14 @@ class EnvoyWorld:
         change: Change | None = None,
         settings: PickerSettings | None = None,
         pods: int = 2,
+        pickers: int = 1,
     ) -> None:
         self._name = name
         self._folder = folder
         self._change = change
         self._settings = settings or PickerSettings(host="127.0.0.1", port=0, health_port=None, decision_timeout_s=1.0)
         self._loop = Loop()
+        self._n_pickers = pickers
         self.pods = Pods(pods)
         self.picker = Obedient(self.pods)
         self.server = PickerServer(self.picker, self._settings)
@@ -223,7 +232,7 @@ class EnvoyWorld:
             self.envoy = Envoy(config, self._folder)
             self.envoy.__enter__()
             try:
-                self.until(lambda: self._healthy(1))
+                self.until(lambda: self._healthy(self._n_pickers))
             except BaseException:
                 self.envoy.stop()
                 raise

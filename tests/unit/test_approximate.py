@@ -37,6 +37,19 @@ def test_assume_returns_the_keys_it_booked_from_the_first_block_asked_for() -> N
     assert held(index, A, worker="v") == 16
 
 
+def test_assumed_blocks_go_on_from_where_the_known_ones_end() -> None:
+    index = make()
+    known = {("w", 0): Match(8, 0, 0, 8), ("v", 0): Match(8, 0, 0, 8)}
+    index.assume("w", 0, Prompt([*A, *B]), 0.0, first_block=2)
+    whole = Prompt([*A, *B, *C])
+    assert index.beyond(whole, known, now_s=1.0) == {("w", 0): Match(32, 0, 0, 32, True)}
+    assert index.beyond(Prompt(A[:8]), known, now_s=1.0) == {}
+    assert index.beyond(whole, {}, now_s=1.0) == {}  # What came before them is there no longer.
+    loaded = {("w", 0): Match(4, 12, 0, 12)}
+    assert index.beyond(whole, loaded, now_s=1.0) == {("w", 0): Match(4, 12, 0, 32, True)}
+    assert index.beyond(whole, known, now_s=101.0) == {}
+
+
 def test_assumptions_lapse_after_the_ttl_and_use_renews_them() -> None:
     index = make(ttl_s=10.0)
     index.assume("w", 0, Prompt(A), 0.0)

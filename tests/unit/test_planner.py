@@ -86,6 +86,20 @@ def test_blocks_of_a_routed_prompt_count_before_any_event() -> None:
     assert second.chosen.approximate
 
 
+def test_blocks_of_a_routed_prompt_count_beyond_those_that_events_tell_of() -> None:
+    """A shared system prompt is cached, and the document after it has just been sent to one of them."""
+    rig = fleet(W("a"), W("b"))
+    shared, document = prompt(800), prompt(3200, 1)
+    for name in ("a", "b"):
+        rig.hold(name, shared)
+    first = rig.route([*shared, *document])
+    assert first.chosen.cached_tokens == 800
+    second = rig.route([*shared, *document])
+    cached = {candidate.decode[0]: candidate.cached_tokens for candidate in second.considered}
+    other = "a" if first.chosen.decode[0] == "b" else "b"
+    assert cached == {first.chosen.decode[0]: 3984, other: 800}
+
+
 def test_assumed_blocks_are_given_up_when_events_say_nothing() -> None:
     rig = fleet(W("a"))
     text = prompt(1600)
