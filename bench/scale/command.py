@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-import bench.scale
-from bench.scale import quality
+from bench.scale import cells, exchange, quality, replicas
 from bench.scale.exchange import Settings
 from bench.scale.replicas import BALANCES
 from bench.sim.ahead import Ahead
@@ -38,17 +37,17 @@ class Found(msgspec.Struct):
 
 
 def measure_quality(options: argparse.Namespace) -> Found:
-    exchange = Settings(
+    settings = Settings(
         interval_s=options.interval_ms / 1000,
         ttl_s=options.ttl_s,
         delay_s=options.delay_ms / 1000,
         loss=options.loss,
     )
-    cell = quality.ladder(options.replicas, options.seeds, exchange, options.balance, quick=options.quick)
+    cell = cells.ladder(options.replicas, options.seeds, settings, options.balance, quick=options.quick)
     arms()  # Loads all that a run needs, so that no later edit gets into runs that are kept as this code's.
     with Jobs(options.jobs) as jobs:
         told = partial(print, file=sys.stderr, flush=True) if options.verbose else lambda line: None
-        sweep = Ahead(jobs, Kept(options.cache, Traces(), also=(bench.scale,)), told=told)
+        sweep = Ahead(jobs, Kept(options.cache, Traces(), also=(cells, exchange, replicas)), told=told)
 
         def ask() -> Found:
             sweep.need(cell, cell.arms)

@@ -28,7 +28,7 @@ class Kept:
     """Runs by cell, arm, seed and a digest of all they come from: the code, the cell's servers, the traces, the Python.
 
     One JSON line each, written when the run is over. A line that was cut off is a run that is not there; lines of other
-    code are left alone. Without a `path` nothing is kept. `also`: packages that runs come from besides. Raises OSError.
+    code are left alone. Without a `path` nothing is kept. `also`: modules that runs come from besides. Raises OSError.
     """
 
     def __init__(self, path: Path | None, traces: Traces, *, also: Sequence[ModuleType] = ()) -> None:
@@ -68,13 +68,15 @@ class Kept:
 def _code(*also: ModuleType) -> str:
     """A digest of every file a run may come from."""
     found = hashlib.sha256()
-    rooms = [Path(next(iter(package.__path__))) for package in (indexer, scorer, bench.engine, bench.sim, *also)]
+    rooms = [Path(next(iter(package.__path__))) for package in (indexer, scorer, bench.engine, bench.sim)]
     for room in rooms:
         for file in sorted(room.rglob("*.py")):
             name = file.relative_to(room.parent)
             if name.parent == Path("sim") and name.stem in _TELLING:
                 continue
             found.update(f"{name}\n".encode() + file.read_bytes())
+    for module in also:
+        found.update(f"{module.__name__}\n".encode() + Path(module.__file__ or "").read_bytes())
     return found.hexdigest()
 
 

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-import bench.scale
-from bench.scale import exchange, quality
+from bench.scale import cells, exchange, quality, replicas
 from bench.scale.exchange import Member, News, Settings
 from bench.scale.replicas import BALANCES, Replicas
 from bench.sim import grid
@@ -225,15 +224,15 @@ def test_sessions_reach_the_others() -> None:
 @pytest.mark.parametrize("loss", [0.0, 0.3, 0.9])
 def test_whatever_is_lost_all_ends_at_nothing(loss: float) -> None:
     spec = replace(POOL, faults=(Restart(1.5, "b1", 1.0),))
-    replicas, records = play(spec, 4, load(), Settings(loss=loss))
-    assert replicas.exchange is not None
-    assert (replicas.exchange.lost > 0) == (loss > 0)
+    run, records = play(spec, 4, load(), Settings(loss=loss))
+    assert run.exchange is not None
+    assert (run.exchange.lost > 0) == (loss > 0)
     assert any(each.retries for each in records)
     end_s = max(record.last_s for record in records)
-    planners = [replica.planner for replica in replicas.replicas]
+    planners = [replica.planner for replica in run.replicas]
     believed = 0
     for step in range(1, 101):
-        replicas.pass_time(end_s + 0.3 * step)
+        run.pass_time(end_s + 0.3 * step)
         believed += any(load.others != NOTHING for planner in planners for load in loads(planner))
     for planner in planners:
         assert planner.in_flight() == 0
@@ -311,13 +310,14 @@ def test_a_replica_here_comes_to_believe_what_the_gateways_reader_does(monkeypat
 
 
 def told(p90: float) -> Ran:
-    group = {"ttft_p90_ms": p90}
-    figures = {"ttft_p50_ms": 1.0, "ttft_p90_ms": p90, "ttft_p99_ms": p90, "e2e_mean_ms": 2000.0, "hit_share": 0.5}
-    return Ran({**figures, "output_tokens_per_s": 10.0, "groups": {"9/s": {}, "60/s": group, "warm-up": {}}}, 0.0)
+    figures: Any = {"ttft_p50_ms": 1.0, "ttft_p90_ms": p90, "ttft_p99_ms": p90, "e2e_mean_ms": 2000.0}
+    figures |= {"hit_share": 0.5, "output_tokens_per_s": 10.0}
+    stages = {"60/s": {"ttft_p90_ms": 2 * p90}, "9/s": {"ttft_p90_ms": 1.0}, "warm-up": {}}
+    return Ran({**figures, "groups": stages}, 0.0)
 
 
 def test_targets_compare_medians_with_one_replica() -> None:
-    cell = quality.ladder((1, 2, 8), 3, Settings(), "random")
+    cell = cells.ladder((1, 2, 8), 3, Settings(), "random")
     sweep = Sweep()
     p90s = {"round-robin": (9, 9, 9), "1 replica": (100, 90, 500), "2 replicas, sync": (130, 1, 900)}
     for name in cell.arms:
@@ -328,9 +328,11 @@ def test_targets_compare_medians_with_one_replica() -> None:
     assert (two["goal"], two["measured"], two["met"]) == ("<= 1.3", 1.3, True)
     assert (eight["measured"], eight["met"]) == (2.0, False)
     lines = quality.lines(sweep, cell)
-    assert "| 8 replicas, apart | 1 | 200 | 200 | 200 | 2.00 | 10 | 0.500 |" in lines
-    assert quality.figures(sweep, cell)["2_replicas_sync_last_ttft_p90_ms"] == 130
-    alone = quality.ladder((2,), 3, Settings(), "random")
+    assert "| 8 replicas, apart | 1 | 200 | 200 | 2000 | 10 | 0.500 |" in lines
+    assert "| TTFT p90 ms by requests/s | 9/s | 60/s |" in lines
+    assert "| 8 replicas, apart | 1 | 400 |" in lines
+    assert quality.figures(sweep, cell)["2_replicas_sync_60_per_s_ttft_p90_ms"] == 260
+    alone = cells.ladder((2,), 3, Settings(), "random")
     for seed in range(3):
         sweep._take((alone.name, "2 replicas, sync", seed), alone, told(1.0))
     assert [each["met"] for each in quality.targets(sweep, alone)] == [None]
@@ -338,15 +340,15 @@ def test_targets_compare_medians_with_one_replica() -> None:
 
 def test_a_kept_run_is_this_code_and_these_settings(tmp_path: Path) -> None:
     path = tmp_path / "kept"
-    cell = quality.ladder((1, 2), 1, Settings(), "random", quick=True)
-    Kept(path, grid.Traces(), also=(bench.scale,)).add(cell, "1 replica", 0, told(1.0))
-    again = Kept(path, grid.Traces(), also=(bench.scale,))
+    cell = cells.ladder((1, 2), 1, Settings(), "random", quick=True)
+    Kept(path, grid.Traces(), also=(cells, exchange, replicas)).add(cell, "1 replica", 0, told(1.0))
+    again = Kept(path, grid.Traces(), also=(cells, exchange, replicas))
     assert again.find(cell, "1 replica", 0) is not None
     assert Kept(path, grid.Traces()).find(cell, "1 replica", 0) is None
     for other in (
-        quality.ladder((1, 2), 1, Settings(loss=0.1), "random", quick=True),
-        quality.ladder((1, 2), 1, Settings(delay_s=0.1), "random", quick=True),
-        quality.ladder((1, 2), 1, Settings(), "turns", quick=True),
-        quality.ladder((1, 2), 1, Settings(), "random"),
+        cells.ladder((1, 2), 1, Settings(loss=0.1), "random", quick=True),
+        cells.ladder((1, 2), 1, Settings(delay_s=0.1), "random", quick=True),
+        cells.ladder((1, 2), 1, Settings(), "turns", quick=True),
+        cells.ladder((1, 2), 1, Settings(), "random"),
     ):
         assert again.find(other, "1 replica", 0) is None
