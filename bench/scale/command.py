@@ -1,7 +1,8 @@
 """`python -m bench scale`: what changes with size.
 
 `quality`: the planner that serves as 1, 2, 4 and 8 replicas behind a balancer, which share what they have in flight or
-do not, on llm-d's ladder in simulated time. Medians over seeds.
+do not, on llm-d's ladder in simulated time; one and the most also on chats with prefill and decode apart. Medians over
+seeds.
 """
 
 from __future__ import annotations
@@ -43,21 +44,28 @@ def measure_quality(options: argparse.Namespace) -> Found:
         delay_s=options.delay_ms / 1000,
         loss=options.loss,
     )
-    cell = cells.ladder(options.replicas, options.seeds, settings, options.balance, quick=options.quick)
+    asked = [
+        make(options.replicas, options.seeds, settings, options.balance, quick=options.quick)
+        for make in (cells.ladder, cells.chats)
+    ]
     arms()  # Loads all that a run needs, so that no later edit gets into runs that are kept as this code's.
     with Jobs(options.jobs) as jobs:
         told = partial(print, file=sys.stderr, flush=True) if options.verbose else lambda line: None
         sweep = Ahead(jobs, Kept(options.cache, Traces(), also=(cells, exchange, replicas)), told=told)
 
-        def ask() -> Found:
+        def ask(cell: cells.Replicated) -> Found:
             sweep.need(cell, cell.arms)
             head = f"{cell.name}; medians of {len(sweep.seeds(cell))} seeds"
             return Found(
-                [head, *quality.lines(sweep, cell)], quality.figures(sweep, cell), quality.targets(sweep, cell)
+                [head, "", *quality.lines(sweep, cell)], quality.figures(sweep, cell), quality.targets(sweep, cell)
             )
 
-        ((_, worked),) = sweep.work({"quality": ask})
-    return worked.answer
+        parts = [worked.answer for _, worked in sweep.work({cell.name: partial(ask, cell) for cell in asked})]
+    return Found(
+        [line for part in parts for line in part.lines],
+        {key: value for part in parts for key, value in part.figures.items()},
+        [target for part in parts for target in part.targets],
+    )
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {"quality": measure_quality}

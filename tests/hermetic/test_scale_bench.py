@@ -18,12 +18,16 @@ def test_replicas_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert any(line.startswith(f"| {name} |") for line in lines)
     found = json.loads(last)
     assert found["bench"] == "scale"
-    (target,) = found["targets"]
+    target, chats = found["targets"]
     figures = found["figures"]
-    p90_ms = {name: figures[f"{name}_ttft_p90_ms"] for name in ("1_replica", "8_replicas_sync", "8_replicas_apart")}
+    p90_ms = {
+        name: figures[f"ladder_{name}_ttft_p90_ms"] for name in ("1_replica", "8_replicas_sync", "8_replicas_apart")
+    }
     assert target["measured"] == pytest.approx(p90_ms["8_replicas_sync"] / p90_ms["1_replica"], abs=0.001)
     assert p90_ms["8_replicas_sync"] < p90_ms["8_replicas_apart"]
-    assert figures["8_replicas_apart_hit_share"] < figures["8_replicas_sync_hit_share"]
+    assert figures["ladder_8_replicas_apart_hit_share"] < figures["ladder_8_replicas_sync_hit_share"]
+    slo = [figures[f"chat_{name}_slo_share"] for name in ("1_replica", "8_replicas_sync")]
+    assert chats["measured"] == pytest.approx(slo[0] - slo[1], abs=0.001)
     assert command.main(args) == 0  # From what was kept.
     assert capsys.readouterr().out.splitlines()[-1] == last
 

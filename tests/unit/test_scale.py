@@ -331,7 +331,7 @@ def test_targets_compare_medians_with_one_replica() -> None:
     assert "| 8 replicas, apart | 1 | 200 | 200 | 2000 | 10 | 0.500 |" in lines
     assert "| TTFT p90 ms by requests/s | 9/s | 60/s |" in lines
     assert "| 8 replicas, apart | 1 | 400 |" in lines
-    assert quality.figures(sweep, cell)["2_replicas_sync_60_per_s_ttft_p90_ms"] == 260
+    assert quality.figures(sweep, cell)["ladder_2_replicas_sync_60_per_s_ttft_p90_ms"] == 260
     alone = cells.ladder((2,), 3, Settings(), "random")
     for seed in range(3):
         sweep._take((alone.name, "2 replicas, sync", seed), alone, told(1.0))
