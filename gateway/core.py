@@ -155,22 +155,10 @@ class Core:
         self.others_degraded: list[Callable[[], Iterable[tuple[str, str]]]] = []
         """(one of DEGRADATIONS, detail) of parts that only one face has."""
         self._changes: dict[str, WorkerChange] = {}
+        self._asked_others: dict[str, asyncio.Task[None]] = {}
+        """For what they have kept of a worker, before its events are followed."""
         self._out: set[str] = set()
         """Ejected and not back yet."""
-        self.replicas: Replicas | None = None
-        """Who shares what is in flight with others, if anybody."""
-        if config.redis.url is not None:
-            from gateway.replicas import Replicas  # Only who shares has to load the client.
-
-            self.replicas = Replicas(
-                config.redis,
-                self.planner,
-                self.stored,
-                self.metrics.registry,
-                self.rng,
-                session_idle_s=config.scorer.session_idle_s,
-            )
-            self.others_degraded.append(self.replicas.degraded)
         self.roster = Roster()
         self.leaving = Leaving(self.planner, self.roster.is_held)
         self._was_empty = False
@@ -191,6 +179,21 @@ class Core:
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
         self.publishing = Publishing(config.events, self.planner)
         self.ingest = self.publishing.ingest
+        self.replicas: Replicas | None = None
+        """Who shares what is in flight with others, if anybody."""
+        if config.redis.url is not None:
+            from gateway.replicas import Replicas  # Only who shares has to load the client.
+
+            self.replicas = Replicas(
+                config.redis,
+                self.planner,
+                self.stored,
+                self.metrics.registry,
+                self.rng,
+                session_idle_s=config.scorer.session_idle_s,
+                ingest=self.publishing.ingest,
+            )
+            self.others_degraded.append(self.replicas.degraded)
 
     async def start(self) -> None:
         self.learned.start()
@@ -220,7 +223,9 @@ class Core:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for asking in self._asked_others.values():
+            asking.cancel()
+        await asyncio.gather(*self._tasks, *self._asked_others.values(), return_exceptions=True)
         if self.replicas is not None:
             await self.replicas.close()
         await self.learned.close()
@@ -332,6 +337,8 @@ class Core:
     def _forget_engine(self, name: str) -> None:
         self.stored.lost(name)
         self.publishing.forget(name)
+        if (asking := self._asked_others.pop(name, None)) is not None:
+            asking.cancel()
         self.pairing.restarted(name)
         self.cache_cleared(name)
         self.capabilities.pop(name, None)
@@ -408,8 +415,24 @@ class Core:
 
     def _subscribe(self, worker: str) -> None:
         change = self._changes.get(worker)
-        if change is not None:
-            self.publishing.subscribe(change, self.capabilities[worker].event_sources or {})
+        if change is None:
+            return
+        sources = self.capabilities[worker].event_sources or {}
+        if self.replicas is None:
+            self.publishing.subscribe(change, sources)
+        elif worker not in self._asked_others:
+            self._asked_others[worker] = self._loop.create_task(
+                self._subscribe_from_saved(worker, self.replicas, sorted(sources) or [change.rank])
+            )
+        elif self._asked_others[worker].done():
+            self.publishing.subscribe(change, sources)
+
+    async def _subscribe_from_saved(self, worker: str, replicas: Replicas, ranks: list[int]) -> None:
+        """With what other replicas have kept of it, if that is to be had soon."""
+        saved = await replicas.saved(worker, ranks)
+        change, capabilities = self._changes.get(worker), self.capabilities.get(worker)
+        if change is not None and capabilities is not None:
+            self.publishing.subscribe(change, capabilities.event_sources or {}, saved)
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 

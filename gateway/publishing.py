@@ -12,7 +12,7 @@ from gateway.engine.capabilities import EventSource
 from gateway.engine.feed import FeedStatus, IngestSettings
 from gateway.engine.silence import Silence
 from gateway.engine.subscriber import EventIngest
-from indexer import EventBatch
+from indexer import EventBatch, SavedRank
 from scorer.fleet import Worker
 from scorer.planner import Planner
 from scorer.types import WorkerChange
@@ -46,19 +46,25 @@ class Publishing:
             on_clear=self._index_cleared,
         )
 
-    def subscribe(self, change: WorkerChange, sources: Mapping[int, EventSource]) -> None:
-        """Where a key or discovery names an endpoint, it counts; further ranks follow on the ports after it (vLLM's
+    def subscribe(
+        self, change: WorkerChange, sources: Mapping[int, EventSource], saved: Mapping[int, SavedRank] | None = None
+    ) -> None:
+        """`saved`: of some ranks, what another replica knew of them, to go on from.
+
+        Where a key or discovery names an endpoint, it counts; further ranks follow on the ports after it (vLLM's
         own rule).
         """
         worker = change.worker
         for rank in sorted(sources) or [change.rank]:
             source = sources.get(rank)
+            known = None if saved is None else saved.get(rank)
             if change.events_endpoint is not None:
                 self.ingest.add(
                     worker,
                     rank,
                     _port_after(change.events_endpoint, rank),
                     change.replay_endpoint and _port_after(change.replay_endpoint, rank),
+                    saved=known,
                 )
             elif self._shared and (source is None or source.engine_connects):
                 self.ingest.add(
@@ -67,9 +73,10 @@ class Publishing:
                     None,
                     source.replay_endpoint if source else None,
                     topic=source.topic or None if source else None,
+                    saved=known,
                 )
             elif source is not None and source.endpoint is not None and not source.engine_connects:
-                self.ingest.add(worker, rank, source.endpoint, source.replay_endpoint)
+                self.ingest.add(worker, rank, source.endpoint, source.replay_endpoint, saved=known)
 
     def forget(self, worker: str) -> None:
         self.ingest.remove(worker)

@@ -8,6 +8,7 @@ from indexer.match import Holder, Match
 from indexer.prefix import PrefixIndex
 from indexer.prompt import Prompt
 from indexer.references import Link, MediaReferences, Recalled
+from indexer.saved_rank import SavedRank
 from indexer.stream import Apply, Clear, FrameError, Replay, Stream, parse_frames
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Prompt",
     "Recalled",
     "Replay",
+    "SavedRank",
     "Stream",
     "decode_batch",
     "parse_frames",

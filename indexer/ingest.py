@@ -82,7 +82,7 @@ class Ingest:
             if not self._table.is_current(state):
                 return
             if event.lora_name is not None:
-                self._learn_adapter(state.worker, event.lora_name)
+                self.learn_adapter(state.worker, event.lora_name)
             count_copies = state.physical and event.origin != "REUSED"
             if parent is None:
                 if hashes[0] not in entries.own:
@@ -143,7 +143,7 @@ class Ingest:
             state.counters["refused_block_size_events"] += 1
         return entries
 
-    def _learn_adapter(self, worker: str, name: str) -> None:
+    def learn_adapter(self, worker: str, name: str) -> None:
         learned = self.adapters.setdefault(worker, set())
         if name not in learned and len(learned) < _MAX_ADAPTERS:
             learned.add(name)

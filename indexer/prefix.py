@@ -15,12 +15,13 @@ from typing import Any
 
 from indexer.events import EventBatch
 from indexer.held import HeldBlocks, packed
-from indexer.holder import CPU, DISK, GPU, TIER_NAMES
+from indexer.holder import CPU, DISK, GPU, MAX_GROUPS, TIER_NAMES
 from indexer.ingest import MAX_BLOCK_SIZE, Ingest
 from indexer.keys import Tokens
 from indexer.match import Holder, Match
 from indexer.plane import NO_PARENT, Chain, joint_depths
 from indexer.prompt import Prompt
+from indexer.saved_rank import SavedPlace, SavedRank, restore_places, save_places
 from indexer.serves import UNDECLARED, Serves
 from indexer.table import SLICE_BLOCKS, Table
 
@@ -297,6 +298,29 @@ class PrefixIndex:
                 if key not in entries.own:
                     self._table.add_entry(state, plane, entries, key, key, NO_PARENT, False)
             self._table.version += 1
+
+    def save(self, worker: str, rank: int) -> tuple[dict[int, bool], list[str], list[SavedPlace]] | None:
+        """(KV-cache groups that prove a prefix, adapters, blocks) of a (worker, rank), for `restore`; None: unknown."""
+        with self._writer:
+            with self._lock:
+                state = self._table.states.get((worker, rank))
+                groups = {} if state is None else dict(state.group_counts)
+                adapters = sorted(self._ingest.adapters.get(worker, ()))
+            return None if state is None else (groups, adapters, save_places(self._table, state, self._lock))
+
+    def restore(self, worker: str, rank: int, saved: SavedRank) -> None:
+        """It holds what another index saved. Raises ValueError for what that never says, or if something is known."""
+        with self._writer:
+            with self._lock:
+                if not self._admits((worker, rank)):
+                    raise ValueError("too many ranks")
+                state = self._table.state(worker, rank)
+                if not state.is_empty():
+                    raise ValueError("something is known of it")
+                state.group_counts.update(dict(list(saved.groups.items())[:MAX_GROUPS]))
+                for adapter in saved.adapters:
+                    self._ingest.learn_adapter(worker, adapter)
+            restore_places(self._table, state, saved.places, self._lock)
 
     def bytes_used(self) -> int:
         """Accounted memory."""

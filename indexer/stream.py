@@ -109,6 +109,22 @@ class Stream:
         self._buffer: deque[_Batch] = deque()
         self._seen: dict[int, tuple[float, int]] = {}
 
+    def position(self) -> tuple[int, float, int] | None:
+        """(number of the next batch, time and hash of the one before), for `resume`. None where it cannot be gone on
+        from here: nothing has been applied, something is missing, or a replay is under way.
+        """
+        known = self._seen.get(self.next_seq - 1)
+        if self.phase is not Phase.LIVE or self.partial or self.skips or known is None:
+            return None
+        return self.next_seq, *known
+
+    def resume(self, next_seq: int, last_ts: float, last_hash: int) -> None:
+        """All before `next_seq` has been applied by somebody else. With the next connection the engine's history is
+        asked whether that is so, and if it is not, or reaches not so far back, all begins anew.
+        """
+        self.next_seq = next_seq
+        self._seen[next_seq - 1] = last_ts, last_hash
+
     # ---- what happened ----------------------------------------------------------------------------------------------
 
     def connected(self) -> list[Action]:

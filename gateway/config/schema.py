@@ -65,7 +65,7 @@ KeyPart = Annotated[
     str,
     Meta(
         pattern=r"^[A-Za-z0-9_.-]{1,128}$",
-        extra={"expected": "1 to 128 of letters, digits, dots, dashes and underscores"},
+        extra={"expected": "a text of 1 to 128 letters, digits, dots, dashes and underscores"},
     ),
 ]
 WorkerName = Annotated[

@@ -37,6 +37,7 @@ from indexer import (
     Holder,
     PrefixIndex,
     Replay,
+    SavedRank,
     decode_batch,
     parse_frames,
 )
@@ -121,12 +122,13 @@ class EventIngest:
         *,
         topic: str | None = None,
         bind: bool = False,
+        saved: SavedRank | None = None,
     ) -> None:
         """Follow rank `rank` of `worker`. Adding the same again changes nothing; other endpoints replace the old ones.
 
         `endpoint` is connected to, or with `bind` opened for that one engine to connect to. None: its messages come in
-        at `bind_endpoint`, under `topic` (or one with the worker's name in it). Raises ValueError without a
-        `bind_endpoint`.
+        at `bind_endpoint`, under `topic` (or one with the worker's name in it). With `saved` it goes on from there, if
+        the engine's history confirms it. Raises ValueError without a `bind_endpoint`.
         """
         if endpoint is None and self._shared is None:
             raise ValueError(f"{worker} rank {rank} has no event endpoint, and there is no bind_endpoint either")
@@ -139,7 +141,11 @@ class EventIngest:
             self._followed.add(worker)
         if before is not None:
             self._turns.post(lambda: self._drop(worker, rank))
-        self._turns.post(lambda: self._open(worker, rank, declared))
+        self._turns.post(lambda: self._open(worker, rank, declared, saved))
+
+    def save(self, worker: str, rank: int, done: Callable[[SavedRank | None], None]) -> None:
+        """`done` is called from the ingest thread with what is known of the rank; None where that has gaps."""
+        self._turns.post(lambda: done(self._saved(worker, rank)))
 
     def remove(self, worker: str) -> None:
         """Stop following `worker` and clear it in the index. Once this returns nothing of it is applied any more."""
@@ -205,7 +211,7 @@ class EventIngest:
         finally:
             self._context.destroy(linger=0)
 
-    def _open(self, worker: str, rank: int, declared: _Declared) -> None:
+    def _open(self, worker: str, rank: int, declared: _Declared, saved: SavedRank | None = None) -> None:
         if declared.endpoint is not None:
             source = Source(self, declared.endpoint, bind=declared.bind, worker=worker, rank=rank)
         else:
@@ -217,12 +223,35 @@ class EventIngest:
             feed, squatter = self._feeds.declare(source, worker, rank, declared.replay_endpoint)
         if squatter is not None:
             self._close(squatter)
+        if saved is not None:
+            self._resume(feed, saved)
         if source is self._shared:
             self._topics.add(worker, rank, declared.topic)
             self._greet(feed)
         else:
             self._sources[worker, rank] = source
             source.open(self._context, self._turns, self._settings)
+
+    def _saved(self, worker: str, rank: int) -> SavedRank | None:
+        for feed in self._feeds.of_worker(worker):
+            position = feed.stream.position()
+            if feed.rank == rank and not feed.is_closed and position is not None:
+                found = self._index.save(worker, rank)
+                return None if found is None else SavedRank(*position, feed.epoch_began_ts, *found)
+        return None
+
+    def _resume(self, feed: Feed, saved: SavedRank) -> None:
+        if not feed.stream.can_replay or not feed.is_untouched:
+            return  # Nobody could say whether something is missing.
+        try:
+            self._index.restore(feed.worker, feed.rank, saved)
+        except ValueError:
+            feed.counters["snapshots_refused"] += 1
+            self._index.clear(feed.worker, feed.rank)
+            return
+        feed.counters["snapshots_resumed"] += 1
+        feed.stream.resume(saved.next_seq, saved.last_ts, saved.last_hash)
+        feed.epoch_began_ts = saved.epoch_ts
 
     def _drop(self, worker: str, rank: int) -> None:
         source = self._sources.pop((worker, rank), None)

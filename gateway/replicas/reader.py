@@ -4,6 +4,7 @@ what was lost.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import OrderedDict
@@ -15,13 +16,16 @@ from gateway.replicas.link import Client
 from gateway.replicas.publisher import WHOLES_IN_TTL
 from gateway.replicas.schema import FIELD_NEWS, FIELD_WRITER, Keys
 from gateway.stored import Place, StoredResponses
-from scorer.elsewhere import MOST_WRITERS, Elsewhere
+from scorer.elsewhere import Elsewhere
 from scorer.holdings import Assumed
 from scorer.planner import Planner
 
 _log = logging.getLogger(__name__)
 MOST_ARRIVALS = 16_384
-_AT_ONCE = 256
+_AT_ONCE = 64
+_LONGEST_NAME = 64
+_MOST_NAMES = 4_096
+"""Of writers, most of which are of the last hour and gone where processes are started again and again."""
 _BLOCK_S = 0.5
 _PRUNE_EVERY_S = 60.0
 _NOT_READ_AGAIN_S = 0.1
@@ -95,20 +99,21 @@ class Reader:
         if time.monotonic() >= self._whole_at_s:
             await self._read_wholes(client)
         wait_s = min(_BLOCK_S, max(0.001, self._whole_at_s - time.monotonic()))
-        found = await client.xread(
-            {self._keys.news: self._after}, count=_AT_ONCE, block=max(1, round(1000 * wait_s))
-        )
+        after: Any = self._after
+        found = await client.xread({self._keys.news: after}, count=_AT_ONCE, block=max(1, round(1000 * wait_s)))
         for _, entries in _items(found):
             for number, fields in entries:
                 self._after = number
-                if fields and (name := fields.get(FIELD_WRITER)) != self._name and name is not None:
+                name = fields.get(FIELD_WRITER) if fields else None
+                if name and name != self._name and len(name) <= _LONGEST_NAME:
                     self._take(name.decode("utf-8", "replace"), fields.get(FIELD_NEWS) or b"")
+                    await asyncio.sleep(0)  # Requests come first, however much there is to catch up with.
 
     async def _read_wholes(self, client: Client) -> None:
         ask: Any = client  # Its annotations mix what is awaited and what is not.
         members = await ask.smembers(self._keys.writers)
-        names = sorted(each.decode("utf-8", "replace") for each in members)
-        others = [name for name in names if name != self._writer][:MOST_WRITERS]
+        names = sorted(each.decode("utf-8", "replace") for each in members if len(each) <= _LONGEST_NAME)
+        others = [name for name in names if name != self._writer][:_MOST_NAMES]
         # Written and read in turns of the same length: half of one, so that nobody looks late.
         self._whole_at_s = time.monotonic() + self._every_s / 2
         if others:
@@ -117,14 +122,14 @@ class Reader:
             for name, data in zip(others, found, strict=True):
                 if data is not None:
                     self._take_whole(name, data, now_s)
+                    await asyncio.sleep(0)
             if not self.has_begun and self._planner.fleet.workers:
                 await self._begin(client, others)
-                self.has_begun = True
             if now_s >= self._prune_at_s:
                 self._prune_at_s = now_s + _PRUNE_EVERY_S
                 await self._prune(client, [name for name, data in zip(others, found, strict=True) if data is None])
-        now_s = time.monotonic()
-        self.elsewhere.refold(now_s)
+        self.has_begun = self.has_begun or bool(self._planner.fleet.workers)
+        self.elsewhere.refold(time.monotonic())
         if self.elsewhere.missed > self._missed:
             self._counts.missed.inc(self.elsewhere.missed - self._missed)
             self._missed = self.elsewhere.missed

@@ -13,16 +13,22 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry
 
 from gateway.config.schema import RedisConfig
+from gateway.engine.subscriber import EventIngest
 from gateway.errors import UserError
 from gateway.replicas.counts import Counts
-from gateway.replicas.link import FAILURES, Client, Link, clients
+from gateway.replicas.link import FAILURES, Client, Link, clients, failure
 from gateway.replicas.publisher import Publisher
 from gateway.replicas.reader import Reader
 from gateway.replicas.schema import Keys
+from gateway.replicas.snapshots import Snapshots
 from gateway.stored import StoredResponses
+from indexer import SavedRank
 from scorer.planner import Planner
 
 _log = logging.getLogger(__name__)
+_READ_AT_ONCE = 4
+_LONGEST_READ_S = 3.0
+"""So long the events of a worker are not followed because of what others may have kept of it."""
 
 
 class Replicas:
@@ -37,6 +43,7 @@ class Replicas:
         rng: random.Random,
         env: Mapping[str, str] = os.environ,
         *,
+        ingest: EventIngest,
         session_idle_s: float = 3600.0,
     ) -> None:
         self.writer = secrets.token_hex(8)
@@ -54,6 +61,9 @@ class Replicas:
         )
         self._telling = Link("telling other replicas", config.mode, self.counts.failed)
         self._hearing = Link("hearing other replicas", config.mode, self.counts.failed)
+        self._keeping = Link("keeping what is cached where for replicas that start", config.mode, self.counts.failed)
+        self.snapshots = Snapshots(self.writer, keys, ingest, self.counts)
+        self._reading = asyncio.Semaphore(_READ_AT_ONCE)
         self._stored = stored
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -73,6 +83,9 @@ class Replicas:
             ),
             loop.create_task(
                 self._run(self._hearing, self.reader.longest_s, self._hear, self.reader.lost), name="replicas hear"
+            ),
+            loop.create_task(
+                self._run(self._keeping, self._op_timeout_s, self.snapshots.turn, lambda: None), name="replicas keep"
             ),
             loop.create_task(self._watch(), name="replicas watch"),
         ]
@@ -97,9 +110,24 @@ class Replicas:
                         await client.aclose()
         self._tasks = []
 
+    async def saved(self, worker: str, ranks: list[int]) -> dict[int, SavedRank]:
+        """What is kept of a worker's ranks; nothing if that cannot be had soon."""
+        if self._hearing.problem is not None:
+            return {}
+        try:
+            async with asyncio.timeout(_LONGEST_READ_S), self._reading:
+                client = self._connect(self._op_timeout_s)
+                try:
+                    return await self.snapshots.read(client, worker, ranks)
+                finally:
+                    await client.aclose()
+        except Exception as exc:
+            self.counts.failed(failure(exc, self._config.mode))
+            return {}
+
     def degraded(self) -> Iterator[tuple[str, str]]:
         """(kind, what is wrong and what to do)"""
-        for link in (self._telling, self._hearing):
+        for link in (self._telling, self._hearing, self._keeping):
             if link.problem is not None:
                 text = FAILURES[link.problem].format(password_env=self._config.password_env)
                 yield "replicas_apart", f"Redis, for {link.name}: {text}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -20,11 +20,11 @@ NAMES = ("a", "b", "c", "d", "e", "f")
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+def kind(request: pytest.FixtureRequest) -> Kind:
     kind: Kind = request.param
     if binary(kind) is None:
         pytest.skip(f"no {kind}-server here")
-    yield kind
+    return kind
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import logging
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -26,11 +27,11 @@ LONGEST_S = 2.0
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+def kind(request: pytest.FixtureRequest) -> Kind:
     kind: Kind = request.param
     if binary(kind) is None:
         pytest.skip(f"no {kind}-server here")
-    yield kind
+    return kind
 
 
 @asynccontextmanager
@@ -79,22 +80,25 @@ def are_apart(fleet: ReplicatedFleet, word: str) -> bool:
 
 
 async def until_healed(fleet: ReplicatedFleet) -> None:
-    await until(lambda: not any(fleet.problems(i) for i in range(len(fleet.gateways))), within_s=20)
+    await until(lambda: not any(fleet.problems(i) for i in range(len(fleet.gateways))), within_s=30)
     others = len(fleet.gateways) - 1
     await until(lambda: all(fleet.hears(gateway) >= others for gateway in fleet.gateways), within_s=20)
 
 
 async def test_a_restart_of_redis(kind: Kind) -> None:
-    async with RedisServer(kind) as server:
-        async with ReplicatedFleet(2, sharing(server, ttl_s=1.0), a=engine(), b=engine()) as fleet, served(fleet):
-            server.kill()
-            await until(lambda: are_apart(fleet, "no connection"))
-            assert "redis.url" in await readyz(fleet, 0)
-            await until(lambda: all(not g.core.replicas.reader.elsewhere.writers for g in fleet.gateways))
-            await server.start()
-            await until_healed(fleet)
-            assert "replicas_apart" not in await readyz(fleet, 0)
-            assert await failures(fleet, 0, "unreachable") >= 1
+    async with (
+        RedisServer(kind) as server,
+        ReplicatedFleet(2, sharing(server, ttl_s=1.0), a=engine(), b=engine()) as fleet,
+        served(fleet),
+    ):
+        server.kill()
+        await until(lambda: are_apart(fleet, "no connection"))
+        assert "redis.url" in await readyz(fleet, 0)
+        await until(lambda: all(not g.core.replicas.reader.elsewhere.writers for g in fleet.gateways))
+        await server.start()
+        await until_healed(fleet)
+        assert "replicas_apart" not in await readyz(fleet, 0)
+        assert await failures(fleet, 0, "unreachable") >= 1
 
 
 async def test_redis_is_not_there_at_the_start(kind: Kind) -> None:
@@ -106,20 +110,24 @@ async def test_redis_is_not_there_at_the_start(kind: Kind) -> None:
 
 
 async def test_all_is_flushed(kind: Kind) -> None:
-    async with RedisServer(kind) as server:
-        async with ReplicatedFleet(2, sharing(server, ttl_s=2.0), a=engine(), b=engine()) as fleet, served(fleet):
-            await server.command("FLUSHALL")
-            keys = re.compile(rb"\{warmroute:default\}:(load|writers)")
-            await until_keys(server, lambda found: sum(bool(keys.match(key)) for key in found) == 3)
-            held = {name: each.faults for name, each in fleet.engines.items()}
-            for faults in held.values():
-                faults.headers_delay_s = 0.5
-            await until(lambda: sum(fleet.others_at(1, name) for name in held) > 0)
+    async with (
+        RedisServer(kind) as server,
+        ReplicatedFleet(2, sharing(server, ttl_s=2.0), a=engine(), b=engine()) as fleet,
+        served(fleet),
+    ):
+        await server.command("FLUSHALL")
+        keys = re.compile(rb"\{warmroute:default\}:(load|writers)")
+        await until_says(server, lambda found: sum(bool(keys.match(key)) for key in found) == 3, "KEYS", "*")
+        held = {name: each.faults for name, each in fleet.engines.items()}
+        for faults in held.values():
+            faults.headers_delay_s = 0.5
+        await until(lambda: sum(fleet.others_at(1, name) for name in held) > 0)
 
 
-async def until_keys(server: RedisServer, is_so: object) -> None:
-    async with asyncio.timeout(10):
-        while not is_so(await server.command("KEYS", "*")):
+async def until_says(server: RedisServer, is_so: Callable[[Any], object], *command: str, within_s: float = 20) -> None:
+    """Until what the server answers to `command` is so."""
+    async with asyncio.timeout(within_s):
+        while not is_so(await server.command(*command)):  # noqa: ASYNC110 - it does not tell
             await asyncio.sleep(0.02)
 
 
@@ -165,12 +173,14 @@ async def test_a_wrong_password_is_told_and_a_right_one_taken(
 
 
 async def test_no_password_where_one_is_wanted(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with RedisServer(kind, "--requirepass", "sesam") as server:
-        async with ReplicatedFleet(1, sharing(server), wait=False, a=engine()) as fleet:
-            await until(lambda: are_apart(fleet, "REDIS_PASSWORD"))
-            monkeypatch.setenv("REDIS_PASSWORD", "sesam")
-            await fleet.join()
-            await until(lambda: fleet.hears(fleet.gateways[1]) >= 0)
+    async with (
+        RedisServer(kind, "--requirepass", "sesam") as server,
+        ReplicatedFleet(1, sharing(server), wait=False, a=engine()) as fleet,
+    ):
+        await until(lambda: are_apart(fleet, "REDIS_PASSWORD"))
+        monkeypatch.setenv("REDIS_PASSWORD", "sesam")
+        await fleet.join()
+        await until(lambda: fleet.hears(fleet.gateways[1]) >= 0)
 
 
 async def test_its_memory_is_full(kind: Kind) -> None:
@@ -217,58 +227,35 @@ async def test_the_documented_user_has_all_rights_it_needs(kind: Kind, monkeypat
                     gateway.core.replicas.publisher._kept_at_s = 0.0
                     gateway.core.replicas.reader._prune_at_s = 0.0
                 await server.command("SADD", "{warmroute:default}:writers", "dead")
-                await until_keys_of(server, "{warmroute:default}:writers", lambda found: b"dead" not in found)
+                await until_says(server, lambda found: b"dead" not in found, "SMEMBERS", "{warmroute:default}:writers")
             await fleet.gateways[1].close()
             await until(lambda: fleet.hears(fleet.gateways[0]) == 0)
             assert fleet.problems(0) == []
 
 
-async def until_keys_of(server: RedisServer, key: str, is_so: object) -> None:
-    async with asyncio.timeout(10):
-        while not is_so(await server.command("SMEMBERS", key)):
-            await asyncio.sleep(0.02)
-
-
 async def test_a_failover_by_sentinel(kind: Kind) -> None:
     async with RedisServer(kind) as first, RedisServer(kind) as second:
         await second.command("REPLICAOF", "127.0.0.1", first.port)
-        await until_role(first, lambda role: role[0] == b"master" and len(role[2]) == 1)
+        await until_says(first, lambda role: role[0] == b"master" and len(role[2]) == 1, "ROLE")
         watch = (
             f"sentinel monitor mymaster 127.0.0.1 {first.port} 1\n"
             "sentinel down-after-milliseconds mymaster 500\n"
             "sentinel failover-timeout mymaster 3000\n"
         )
         async with RedisServer(kind, sentinel=watch) as sentinel:
-            await until_sentinel_knows_a_replica(sentinel)
+            await until_says(sentinel, bool, "SENTINEL", "REPLICAS", "mymaster")
             redis = sharing(sentinel, mode="sentinel", ttl_s=1.0)
             async with ReplicatedFleet(2, redis, a=engine(), b=engine()) as fleet, served(fleet):
                 first.kill()
                 await until(lambda: all(map(fleet.problems, range(2))))
-                async with asyncio.timeout(30):
-                    while any(map(fleet.problems, range(2))):
-                        await asyncio.sleep(0.05)
                 await until_healed(fleet)
                 assert (await second.command("ROLE"))[0] == b"master"
-
-
-async def until_role(server: RedisServer, is_so: object) -> None:
-    async with asyncio.timeout(20):
-        while not is_so(await server.command("ROLE")):
-            await asyncio.sleep(0.05)
-
-
-async def until_sentinel_knows_a_replica(sentinel: RedisServer) -> None:
-    async with asyncio.timeout(20):
-        while not await sentinel.command("SENTINEL", "REPLICAS", "mymaster"):
-            await asyncio.sleep(0.05)
 
 
 async def test_a_cluster(kind: Kind) -> None:
     async with RedisServer(kind, "--cluster-enabled", "yes") as node:
         await node.command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        async with asyncio.timeout(10):
-            while b"cluster_state:ok" not in await node.command("CLUSTER", "INFO"):
-                await asyncio.sleep(0.05)
+        await until_says(node, lambda told: b"cluster_state:ok" in told, "CLUSTER", "INFO")
         redis = sharing(node, mode="cluster", ttl_s=1.0)
         async with ReplicatedFleet(2, redis, a=engine(), b=engine()) as fleet, served(fleet):
             node.kill()
@@ -303,23 +290,28 @@ async def test_a_unix_socket(tmp_path: Path) -> None:
     if binary("redis") is None:
         pytest.skip("no redis-server here")
     socket = tmp_path / "s"
-    async with RedisServer("redis", "--unixsocket", str(socket)) as server:
-        async with ReplicatedFleet(2, sharing(server, url=f"unix://{socket}"), a=engine()) as fleet:
-            assert fleet.problems(0) == []
+    async with (
+        RedisServer("redis", "--unixsocket", str(socket)) as server,
+        ReplicatedFleet(2, sharing(server, url=f"unix://{socket}"), a=engine()) as fleet,
+    ):
+        assert fleet.problems(0) == []
 
 
 async def test_what_is_no_message_harms_nobody(kind: Kind) -> None:
     tag = "{warmroute:default}"
-    async with RedisServer(kind) as server:
-        async with ReplicatedFleet(2, sharing(server), a=engine(), b=engine()) as fleet, served(fleet):
-            await server.command("SADD", f"{tag}:writers", "odd", "newer", b"\xff\xfe")
-            for junk in (b"", b"\x01\xc1", b"\x01\x92\x01\x91\x97\xa1a\x00\xff\x00\x00\x00\x00", b"\x07later"):
-                await server.command("SET", f"{tag}:load:odd", junk)
-                await server.command("XADD", f"{tag}:news", "*", "w", "odd", "n", junk)
-            await server.command("XADD", f"{tag}:news", "*", "nothing", "known")
-            await until(lambda: are_apart(fleet, "another version"))
-            assert "odd" not in fleet.gateways[0].core.replicas.reader.elsewhere.writers
-            assert all(fleet.gateways[i].core.replicas.is_shared for i in range(2))
+    async with (
+        RedisServer(kind) as server,
+        ReplicatedFleet(2, sharing(server), a=engine(), b=engine()) as fleet,
+        served(fleet),
+    ):
+        await server.command("SADD", f"{tag}:writers", "odd", "newer", b"\xff\xfe")
+        for junk in (b"", b"\x01\xc1", b"\x01\x92\x01\x91\x97\xa1a\x00\xff\x00\x00\x00\x00", b"\x07later"):
+            await server.command("SET", f"{tag}:load:odd", junk)
+            await server.command("XADD", f"{tag}:news", "*", "w", "odd", "n", junk)
+        await server.command("XADD", f"{tag}:news", "*", "nothing", "known")
+        await until(lambda: are_apart(fleet, "another version"))
+        assert "odd" not in fleet.gateways[0].core.replicas.reader.elsewhere.writers
+        assert all(fleet.gateways[i].core.replicas.is_shared for i in range(2))
 
 
 async def test_a_killed_replica_has_no_load_after_its_ttl(kind: Kind, tmp_path: Path) -> None:

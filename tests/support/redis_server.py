@@ -75,12 +75,14 @@ class RedisServer:
         arguments = [server]
         if self._sentinel:
             file = Path(self._folder, "sentinel.conf")
-            file.write_text(self._sentinel)
+            file.write_text(self._sentinel)  # noqa: ASYNC240 - a line
             arguments += [str(file), "--sentinel"]
         arguments += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder]
         if not self._sentinel:
             arguments += ["--save", "", "--appendonly", "no", *self.options]
-        self._process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - it forks, and that is all
+            arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         async with asyncio.timeout(20):
             while not await self._answers():
                 assert self._process.poll() is None, f"{arguments} ended"

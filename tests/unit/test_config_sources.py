@@ -33,6 +33,11 @@ OTHER_OF = {
     ("pd", "allow"): "10.0.0.0/8:*, [fd00::/8]:8000",
     ("pd", "lease_margin_s"): "1",
     ("kubernetes", "ports"): "8000, 8001",
+    ("redis", "url"): "rediss://redis.internal:6380/1",
+    ("redis", "fleet"): "chat",
+    ("redis", "prefix"): "routers",
+    ("redis", "interval_ms"): "50",
+    ("redis", "ttl_s"): "5",
 }
 # Keys that need another one.
 CONTEXT = {("events", "bind_endpoint"): "tcp://127.0.0.1:5557", ("tls", "cert"): "c.pem", ("tls", "key"): "k.pem"}

@@ -116,3 +116,12 @@ def test_values_are_put_where_they_belong(tmp_path: Path) -> None:
 def test_mistyped_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(helm_python.HelmError):
         chart(**values)
+
+
+def test_more_can_be_reached_through_the_network_policy() -> None:
+    rule = {"ports": [{"port": 6379}]}
+    (before,) = of_kind(chart("mine"), "NetworkPolicy")
+    manifests = chart("mine", gateway={"extraEgress": [rule]})
+    (policy,) = of_kind(manifests, "NetworkPolicy")
+    check(policy)
+    assert policy["spec"]["egress"] == [*before["spec"]["egress"], rule]
