@@ -12,11 +12,9 @@ from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.models import PATH as MODELS
 from gateway.proxy.models import ModelList
 from gateway.proxy.realtime import PATH as REALTIME
-from gateway.proxy.routes import WORKERS
 from gateway.proxy.stored_pages import StoredPages
-from gateway.proxy.workers import WorkersPage
 from gateway.service import Service, known_workers, run, with_policy
-from gateway.sidecar.hints import HintReader, no_hints
+from gateway.sidecar.hints import HintReader
 from gateway.sidecar.targets import Targets
 from gateway.tls import scheme_of_workers
 
@@ -28,15 +26,16 @@ class Gateway(Service):
     """One listener in front of all workers. Hint headers are obeyed only where the policy is `header`."""
 
     foreign_sections = ("sidecar", "epp")
+    changes_workers = True
 
     def __init__(self, config: Config) -> None:
         config = with_policy(config, config.pd.policy or _POLICY)
         settings = config.gateway
         core = Core(config)
         self._targets = Targets(core.fleet, core.apply, config.pd.allow, scheme=scheme_of_workers(config.tls))
-        hints = no_hints
+        hints = None
         if config.pd.policy == _HEADER:
-            hints = HintReader(self._targets, core.metrics.registry, core.rng).read
+            hints = HintReader(self._targets, core.metrics.registry, core.rng)
         super().__init__(
             core,
             hints,
@@ -48,9 +47,6 @@ class Gateway(Service):
         self.plane.pages = {**self.faces.public(), MODELS: models.page, REALTIME: self.realtime.page}
         stored = StoredPages(self.plane, core.holders)
         self.plane.prefixes = {MODELS + "/": models.page, RESPONSES: stored.page}
-        workers = WorkersPage(core)
-        self.admin.pages[WORKERS] = workers.page
-        self.admin.prefixes[WORKERS + "/"] = workers.below
         self.listen(settings.host, settings.port)
 
     def upkeep(self) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
 import msgspec
@@ -27,15 +27,16 @@ from gateway.logs import PATH as LOG_LEVEL
 from gateway.logs import Level, logs_requests, set_up_logging
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
-from gateway.proxy.incoming import Sender
 from gateway.proxy.parts import Parts
 from gateway.proxy.realtime import Realtime
 from gateway.proxy.reset import IndexReset
-from gateway.proxy.routes import CONTROLS, RESET
+from gateway.proxy.routes import CONTROLS, RESET, WORKERS
 from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
+from gateway.proxy.workers import WorkersPage
 from gateway.reload import KeyPath, Reloading, Source, with_keys
-from gateway.sidecar.hints import Hints
+from gateway.sidecar.hints import HintReader, no_hints
 from gateway.tls import client_context, serving_certificate
+from gateway.tracing.start import start as start_tracing
 
 _log = logging.getLogger(__name__)
 
@@ -57,22 +58,34 @@ class Service:
 
     foreign_sections: ClassVar[tuple[str, ...]] = ()
     """Of the configuration: those that this face does not read."""
+    changes_workers: ClassVar[bool] = False
+    """Whether an operator may add workers to it, and remove them."""
+    hears_clients: ClassVar[bool] = True
+    """Not through a proxy that only asks."""
 
     def __init__(
         self,
         core: Core,
-        hints: Callable[[Sender], Hints],
+        hints: HintReader | None,
         *,
         admin_host: str,
         admin_port: int,
         controlled: Callable[[], list[str]],
         unreachable_status: int = 502,
     ) -> None:
-        """`controlled` names the workers that engine controls on the admin port reach. Raises UserError."""
+        """`hints` None: nobody in front of us has a say. `controlled` names the workers that engine controls on the
+        admin port reach. Raises UserError.
+        """
         self.core = core
         self.config = config = core.config
         self.access = AccessLog(config.logging.format, enabled=logs_requests(config.logging.level))
         self.log_level = Level(config.logging.level, self.access)
+        name = type(self).__name__.lower()
+        scheme = "http" if config.tls.cert is None else "https"
+        self.tracing = start_tracing(
+            config.tracing, name, core.metrics.registry, scheme=scheme if self.hears_clients else None
+        )
+        core.others_degraded.append(self._traces_lost)
         self.plane = DataPlane(
             Parts(
                 planner=core.planner,
@@ -94,10 +107,11 @@ class Service:
                 heard_since=core.heard_since,
                 sent=core.publishing.sent,
                 unsent=core.publishing.unsent,
-                hints=hints,
+                hints=no_hints if hints is None else hints.read,
                 unreachable_status=unreachable_status,
                 queue=core.queue,
                 tenancy=core.tenancy,
+                tracing=self.tracing,
             ),
             max_concurrency=config.gateway.max_concurrency,
         )
@@ -113,12 +127,16 @@ class Service:
             self.access,
             draining=lambda: self.plane.draining,
             in_flight=lambda: self.plane.in_flight,
-            name=type(self).__name__.lower(),
+            name=name,
+            hints=hints,
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
         self.admin = AdminPort({**dict.fromkeys(CONTROLS, controls.page), **self.faces.private()}, admin_host)
         self.admin.pages[RESET] = IndexReset(core, controls).page
         self.admin.pages[LOG_LEVEL] = self.log_level.page
+        workers = WorkersPage(core, changes_list=self.changes_workers)
+        self.admin.pages[WORKERS] = workers.page
+        self.admin.prefixes[WORKERS + "/"] = workers.below
         self._admin = HttpServer(self.admin.handle, admin_host, admin_port)
         self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)
@@ -175,6 +193,12 @@ class Service:
         await self.realtime.close()
         await self.core.close()
         await self.access.close()
+        if self.tracing is not None:
+            await self.tracing.close()
+
+    def _traces_lost(self) -> Iterator[tuple[str, str]]:
+        if self.tracing is not None and (problem := self.tracing.problem) is not None:
+            yield "traces_lost", problem
 
     def discoveries(self) -> list[Discovery]:
         """Where its workers come from. Raises UserError."""

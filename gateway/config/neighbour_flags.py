@@ -165,6 +165,13 @@ def _rows() -> Iterator[Flag]:
     yield _told("cors-allowed-origins", RUST, origins, "*", "+")
     yield _told("log-dir", RUST, "logs go to standard error", "/var/log")
     yield _exact("log-level", RUST, "`logging.level`", do.log_level, "warn")
+    yield _exact("enable-trace", RUST, "`tracing.enabled`", do.tracing, "", "0")
+    yield _told(
+        "otlp-traces-endpoint",
+        RUST,
+        "OTEL_EXPORTER_OTLP_ENDPOINT says where spans go, over HTTP ([observability.md](observability.md))",
+        "localhost:4317",
+    )
     yield _exact("tokenizer-path", "smg", "`tokens.tokenizer`", do.key("tokens", "tokenizer"), "/models/m")
     yield _exact("backend", "smg", "vllm, the only one", do.backend, "vllm")
     selector, namespace = do.selector, do.key("kubernetes", "namespace")

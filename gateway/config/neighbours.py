@@ -167,6 +167,10 @@ def backend(taken: Taken, values: list[str]) -> None:
         raise UserError(f"--backend {values[-1]}: engines are vLLM servers")
 
 
+def tracing(taken: Taken, values: list[str]) -> None:
+    taken.set(("tracing", "enabled"), "true")
+
+
 _LEVELS: Final = {"warn": "warning", "critical": "error", "trace": "debug"}
 
 

@@ -56,6 +56,10 @@ def _leader_election(taken: Taken, values: list[str]) -> None:
     taken.set(("kubernetes", "leader_election"), str(_is_true("--ha-enable-leader-election", values)).lower())
 
 
+def _tracing(taken: Taken, values: list[str]) -> None:
+    taken.set(("tracing", "enabled"), str(_is_true("--tracing", values)).lower())
+
+
 def _secure_serving(taken: Taken, values: list[str]) -> None:
     if not _is_true("--secure-serving", values):
         taken.set(("epp", "tls"), "off")
@@ -98,9 +102,8 @@ def _rows() -> Iterator[Flag]:
     yield _told("metrics-endpoint-auth metrics-client-ca-file", "/metrics is open to who reaches epp.metrics_port", "?")
     yield _told("grpc-max-recv-msg-size grpc-max-send-msg-size", "gateway.max_body_bytes bounds bodies")
     yield _told("tls-min-version tls-cipher-suites", "what gRPC's own library offers")
-    yield _told(
-        "tracing enable-pprof enable-grpc-stream-metrics allow-experimental-plugins zap-devel", "not there", "?"
-    )
+    yield _flag("tracing", "`tracing.enabled`", _tracing, nargs="?", example="")
+    yield _told("enable-pprof enable-grpc-stream-metrics allow-experimental-plugins zap-devel", "not there", "?")
     yield _told("v zap-stacktrace-level zap-time-encoding", "see logging.level and logging.format")
     yield _told("pool-group", "inference.networking.k8s.io, the only one")
     yield _flag(

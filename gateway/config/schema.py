@@ -586,6 +586,19 @@ class LoggingConfig(_Section, frozen=True):
     )
 
 
+class TracingConfig(_Section, frozen=True):
+    """OpenTelemetry spans, sent by OTLP over HTTP; the rest is said by the variables OTEL_*. Needs the extra otel."""
+
+    enabled: Annotated[bool, Meta(description="A span for each request and each of its stages.")] = False
+    sample_ratio: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(
+            description="Share of the traces begun here that is kept; others are kept as their traceparent says. null: "
+            "as OTEL_TRACES_SAMPLER says, else all.",
+        ),
+    ] = None
+
+
 class Config(_Section, frozen=True):
     """The whole configuration. A face with keys of its own has a section here."""
 
@@ -620,3 +633,4 @@ class Config(_Section, frozen=True):
     health: HealthConfig = HealthConfig()
     tls: TlsConfig = TlsConfig()
     logging: LoggingConfig = LoggingConfig()
+    tracing: TracingConfig = TracingConfig()

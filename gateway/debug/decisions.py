@@ -131,6 +131,7 @@ def detailed(decision: Decision, *, tried_again: bool) -> dict[str, Any]:
     plan = decision.plan
     return {
         **msgspec.to_builtins(_row(decision, tried_again)),
+        "trace_id": decision.record.trace_id,
         "policy": plan.policy,
         "why": plan.reason,
         "session": None if plan.session is None else plan.session.value,

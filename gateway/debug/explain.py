@@ -10,12 +10,12 @@ import json
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 
 from gateway.admin_client import ADDRESS, Refused, ask
 from gateway.cli import Parser
@@ -23,27 +23,63 @@ from gateway.core import Core
 from gateway.debug.decisions import COMPONENTS
 from gateway.proxy import errors
 from gateway.proxy.errors import ApiError
+from gateway.proxy.headers import KV_SOURCE_HEADER, PLAN_HEADER, PREFILLER_HEADER, RANK_HEADER
+from gateway.proxy.steps import hinted
 from gateway.request import BadRequest, decode_body
+from gateway.sidecar.hints import HintReader
 from scorer.planner import ModelNotFound, NoWorker, Planner
 from scorer.types import RequestFacts
 
 _REFUSED = 1
+_NOT_OBEYED = "not obeyed here: only by a sidecar, or with pd.policy: header"
 _KINDS = {"messages": "chat", "prompt": "completions", "input": "responses", "token_ids": "generate"}
 
+Rewritten = Callable[[bytes, CIMultiDict[str]], bytes]
 
-async def explain(core: Core, body: bytes, headers: Mapping[str, str], kind: str | None) -> dict[str, Any]:
+
+async def explain(
+    core: Core,
+    body: bytes,
+    headers: MultiMapping[str],
+    kind: str | None,
+    hints: HintReader | None,
+    rewritten: Rewritten | None = None,
+) -> dict[str, Any]:
     """The plan for an OpenAI body, in JSON's terms. `kind`: see `TokenService.tokens_for`; None: told by the body's
-    fields. Raises ApiError.
+    fields. `hints` None: hint headers are not obeyed. Raises ApiError.
     """
     try:
         kind = kind_of(body, kind)
         began_s = time.monotonic()
         _, body = core.tenancy.take(CIMultiDict(headers), body, salted=True, anonymous=True)
+        if rewritten is not None:
+            body = rewritten(body, CIMultiDict(headers))
         facts = await core.reader.read("explain", kind, body, headers)
     except BadRequest as exc:
         raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
+    facts, notes = looked_at(facts, headers, hints)
     answer = explained(core.planner, facts, core.up.names(), core.rng, core.config.pd.policy, time.monotonic())
-    return {**answer, "overhead_ms": round((time.monotonic() - began_s) * 1000, 3)}
+    return {**answer, "notes": notes, "overhead_ms": round((time.monotonic() - began_s) * 1000, 3)}
+
+
+class _Asked(NamedTuple):
+    """A `Sender` of nothing but headers."""
+
+    headers: MultiMapping[str]
+
+    def sockname(self) -> None:
+        return None
+
+
+def looked_at(
+    facts: RequestFacts, headers: MultiMapping[str], hints: HintReader | None
+) -> tuple[RequestFacts, list[str]]:
+    """The facts with what hint headers say, and what there is to be said of those. Raises ApiError."""
+    given = [name for name in (PREFILLER_HEADER, KV_SOURCE_HEADER, PLAN_HEADER, RANK_HEADER) if name in headers]
+    if hints is None:
+        return facts, [f"{name.lower()}: {_NOT_OBEYED}" for name in given]
+    found, notes = hints.look(_Asked(headers))
+    return hinted(facts, found), notes
 
 
 def kind_of(body: bytes, kind: str | None) -> str | None:
@@ -182,6 +218,7 @@ def _table(answer: dict[str, Any]) -> str:
         f"no handover from {pair['prefill']} to {pair['decode']}: {pair['state']} ({pair['reason']})"
         for pair in answer["broken_pairs"]
     ]
+    notes += answer.get("notes", ())
     if answer["unavailable"]:
         notes.append(f"not available: {', '.join(answer['unavailable'])}")
     if answer.get("blocks_left_out"):

@@ -17,7 +17,7 @@ from gateway.core import Core
 from gateway.debug import page
 from gateway.debug.cache import cache
 from gateway.debug.decisions import KEPT, detailed, tried_again
-from gateway.debug.explain import explain
+from gateway.debug.explain import Rewritten, explain
 from gateway.debug.gauges import FleetGauges
 from gateway.debug.health import degradations, health, is_usable
 from gateway.debug.learned import learned
@@ -32,6 +32,7 @@ from gateway.proxy.body import read_body
 from gateway.proxy.errors import SERVER_NAME, ApiError, json_response
 from gateway.proxy.server import Page, run_page, target_of
 from gateway.record.recorder import PATH as RECORD
+from gateway.sidecar.hints import HintReader
 
 _SECRET_KEY = re.compile(r"(^|_)(api_key|password|secret|token)$")
 _PORT = re.compile(r":[0-9]*$")
@@ -42,7 +43,7 @@ _GET = frozenset({"GET", "HEAD"})
 
 class Faces:
     """`draining` tells whether the gateway is going down, which readiness must show first; `in_flight` how many
-    requests are being served; `name` what kind of face it is.
+    requests are being served; `name` what kind of face it is; `hints` reads hint headers where they are obeyed.
     """
 
     def __init__(
@@ -53,9 +54,13 @@ class Faces:
         draining: Callable[[], bool],
         in_flight: Callable[[], int],
         name: str = "gateway",
+        hints: HintReader | None = None,
     ) -> None:
         self._core = core
         self._draining = draining
+        self._hints = hints
+        self.rewritten: Rewritten | None = None
+        """The body that is sent in place of a request's, for a face that puts another model in."""
         self._gauges = FleetGauges(core, access, in_flight)
         core.metrics.registry.register(self._gauges)
         self.stream = Stream(Snapshots(core, name, draining=draining, in_flight=in_flight).take)
@@ -121,7 +126,11 @@ class Faces:
     async def _fleet(self, request: web.BaseRequest) -> web.Response:
         """To be saved, with `?blocks=` of them at most."""
         most = request.rel_url.query.get("blocks")
-        return json_response(await save(self._core, MOST_BLOCKS if most is None else _whole(most, "blocks")))
+        return json_response(
+            await save(
+                self._core, MOST_BLOCKS if most is None else _whole(most, "blocks"), hints=self._hints is not None
+            )
+        )
 
     def _decisions(self, request: web.BaseRequest) -> web.Response:
         """The last `?n=` of them, or the one of a `?number=`, with all they considered."""
@@ -149,7 +158,9 @@ class Faces:
         if request.method != "POST":
             raise errors.method_not_allowed(request.method, "/debug/explain", frozenset({"POST"}))
         body = await read_body(request, self._core.config.gateway.max_body_bytes)
-        answer = await explain(self._core, body, request.headers, request.rel_url.query.get("kind"))
+        answer = await explain(
+            self._core, body, request.headers, request.rel_url.query.get("kind"), self._hints, self.rewritten
+        )
         return json_response(_indented(answer))
 
 

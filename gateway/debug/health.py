@@ -55,6 +55,7 @@ DEGRADATIONS = (
     "bodies_unseen",
     "outcomes_missing",
     "leader_unknown",
+    "traces_lost",
 )
 
 

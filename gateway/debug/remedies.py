@@ -37,5 +37,6 @@ REMEDIES = {
     "bodies_unseen": "let Envoy show requests' bodies to the picker (docs/envoy.md): request_body_mode",
     "outcomes_missing": "set epp.sidecar to what stands before the engines (docs/epp.md)",
     "leader_unknown": "see whether the Kubernetes API answers, and whether leases may be read and written",
+    "traces_lost": "start the collector, or mend OTEL_EXPORTER_OTLP_ENDPOINT; docs/observability.md",
     "hits_missed": "reset caches through this port (POST /reset_prefix_cache), and see events_partial",
 }

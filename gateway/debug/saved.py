@@ -89,6 +89,8 @@ class SavedFleet(msgspec.Struct, kw_only=True):
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     tokenizer: str | None = None
+    hint_targets: tuple[str, ...] | None = None
+    """Whom hint headers may name; None: they are not obeyed."""
     workers: list[SavedWorker]
     pairs: list[SavedPair] = []
     learned: dict[str, Any] = {}
@@ -102,8 +104,8 @@ class SavedFleet(msgspec.Struct, kw_only=True):
 _decoder = msgspec.json.Decoder(SavedFleet)
 
 
-async def save(core: Core, most_blocks: int = MOST_BLOCKS) -> bytes:
-    """The fleet as it is now, with so many blocks at most, as JSON."""
+async def save(core: Core, most_blocks: int = MOST_BLOCKS, *, hints: bool = False) -> bytes:
+    """The fleet as it is now, with so many blocks at most, as JSON. `hints`: whether hint headers are obeyed."""
     now_s = time.monotonic()
     holdings, config = core.planner.holdings, core.config
     fleet = SavedFleet(
@@ -115,6 +117,7 @@ async def save(core: Core, most_blocks: int = MOST_BLOCKS) -> bytes:
         slo_ttft_s=None if config.scorer.slo_ttft_ms is None else config.scorer.slo_ttft_ms / 1000,
         slo_tpot_s=None if config.scorer.slo_tpot_ms is None else config.scorer.slo_tpot_ms / 1000,
         tokenizer=config.tokens.tokenizer,
+        hint_targets=config.pd.allow if hints else None,
         workers=list(_workers(core, now_s)),
         pairs=list(_pairs(core, now_s)),
         learned=core.planner.calibration.state(),

@@ -250,6 +250,9 @@ class EventIngest:
             self._index.clear(feed.worker, feed.rank)
             return
         feed.counters["snapshots_resumed"] += 1
+        log.info(
+            "%s rank %d: %d blocks of a snapshot, if the engine confirms it", feed.worker, feed.rank, saved.n_blocks
+        )
         feed.stream.resume(saved.next_seq, saved.last_ts, saved.last_hash)
         feed.epoch_began_ts = saved.epoch_ts
 

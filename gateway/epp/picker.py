@@ -41,6 +41,7 @@ from gateway.proxy.routes import ROUTES, Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.request import BadRequest, members_of
 from gateway.stored import Place
+from gateway.tracing.types import TRACE_ID_HEADER, TRACEPARENT, TRACESTATE, RequestTrace
 from scorer.types import RequestFacts
 
 _log = logging.getLogger(__name__)
@@ -81,21 +82,32 @@ class PlannedPicker:
             request_id = number
         path = ask.path.partition("?")[0]
         record = Record(request_id=request_id, method=ask.method, path=path, status=CLIENT_LEFT)
+        tracing = self._parts.tracing
+        trace = None if tracing is None else tracing.request(record, ask.context or ask.headers, route_of(path).tokens)
         try:
-            return await _Picking(self, ask, record, began_s, number).pick()
+            return await _Picking(self, ask, record, began_s, number, trace).pick()
         except ApiError as exc:
             error = exc
         except asyncio.CancelledError:
             record.cut = "client_left"
             self._parts.metrics.cut("client_left")
-            steps.note_over(self._parts, record, began_s, None, None)
+            self._over(record, began_s, trace)
             raise
         except Exception as exc:
             errors.log_unexpected(_log, "unexpected; the request is refused", exc)
             error = ApiError(500, "The endpoint picker failed.", type_=errors.INTERNAL, code="internal")
         record.status, record.error = error.status, error.code
+        self._over(record, began_s, trace)
+        refused = refusal(error, request_id)
+        if record.trace_id is None:
+            return refused
+        return msgspec.structs.replace(refused, headers={**refused.headers, TRACE_ID_HEADER: record.trace_id})
+
+    def _over(self, record: Record, began_s: float, trace: RequestTrace | None) -> None:
+        """Nothing was picked."""
         steps.note_over(self._parts, record, began_s, None, None)
-        return refusal(error, request_id)
+        if trace is not None:
+            trace.finish(None, None)
 
     # ---- what requests are looked at with ----------------------------------------------------------------------------
 
@@ -146,9 +158,20 @@ class PlannedPicker:
 class _Picking:
     """The state of one request until it is picked."""
 
-    __slots__ = ("_ask", "_began_s", "_headers", "_number", "_parts", "_picker", "_record", "_route", "_shared")
+    __slots__ = (
+        "_ask", "_began_s", "_headers", "_number", "_parts", "_picker", "_record", "_route", "_shared", "_trace",
+    )  # fmt: skip
 
-    def __init__(self, picker: PlannedPicker, ask: Ask, record: Record, began_s: float, number: str) -> None:
+    def __init__(
+        self,
+        picker: PlannedPicker,
+        ask: Ask,
+        record: Record,
+        began_s: float,
+        number: str,
+        trace: RequestTrace | None,
+    ) -> None:
+        self._trace = trace
         self._picker = picker
         self._shared = picker._shared
         self._parts = picker._parts
@@ -160,8 +183,10 @@ class _Picking:
         self._route = route_of(record.path)
 
     async def pick(self) -> Pick:
-        ask, picker, route = self._ask, self._picker, self._route
+        ask, picker, route, trace = self._ask, self._picker, self._route, self._trace
         subset = picker.subset(ask)
+        if trace is not None:
+            trace.stage("tokenise")
         if ask.method == "GET" and self._record.path.endswith(REALTIME) and not picker._settings.conformance:
             return await self._realtime(subset)
         if not ask.body or ask.method in _WITHOUT_PROMPT or picker._settings.conformance:
@@ -182,13 +207,19 @@ class _Picking:
         wait_s: float | None = None
         if self._parts.queue is not None and route.queued:
             sheddable = priority is not None and priority < 0
+            if trace is not None:
+                trace.stage("queue")
             wait_s = await self._parts.queue.enter(facts, self._headers, self._record, sheddable=sheddable)
         return self._plan(self._within(facts, subset), body, rename, wait_s)
 
     def _plan(
         self, facts: RequestFacts, body: bytes, rename: tuple[str, str] | None = None, wait_s: float | None = None
     ) -> Pick:
+        if self._trace is not None:
+            self._trace.stage("decide")
         flight = steps.planned(self._parts, self._record, facts)
+        if self._trace is not None:
+            self._trace.decided(flight)
         try:
             self._note_overhead()
             return self._booked(flight, body, rename, wait_s)
@@ -271,6 +302,7 @@ class _Picking:
             kind=self._route.tokens,
             keeps=steps.keeps_response(self._route.tokens, body),
             wait_s=wait_s,
+            trace=self._trace,
         )
         return pick(watch=watch)
 
@@ -289,9 +321,13 @@ class _Picking:
 
     def _unbooked(self, worker: str, body: bytes | None = None, rename: tuple[str, str] | None = None) -> Pick:
         self._record.worker = worker
+        if self._trace is not None:
+            self._trace.decided(None)
         endpoint = self._endpoint(worker)
         pick = self._pick((endpoint,), {}, self._ask.body if body is None else body, rename)
-        return pick(watch=Watched(self._shared, self._record, began_s=self._began_s, endpoint=endpoint))
+        return pick(
+            watch=Watched(self._shared, self._record, began_s=self._began_s, endpoint=endpoint, trace=self._trace)
+        )
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
@@ -308,8 +344,12 @@ class _Picking:
         asked = self._ask.headers
         if "x-request-id" not in asked:
             headers["x-request-id"] = self._record.request_id
+        context = {} if self._trace is None or self._ask.context else self._trace.context()
+        headers.update(context)  # A proxy that traces says to the endpoint what it is part of; else we do.
         removed = [name for name in not_for_workers(asked) if name not in headers]
         removed += [name.lower() for name in asked if name not in self._headers]  # Who it is stays here.
+        if TRACEPARENT in context and TRACESTATE not in context and TRACESTATE in asked:
+            removed.append(TRACESTATE)  # Of another trace.
         return partial(
             Pick,
             endpoints=endpoints,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
+from multidict import CIMultiDict
 
 from gateway.config import Config
 from gateway.config.flags import EPP_ALIASES
@@ -15,6 +16,7 @@ from gateway.debug.health import is_usable
 from gateway.discovery import Discovery
 from gateway.discovery.kubernetes import KubernetesDiscovery, elector_of
 from gateway.epp.addressed import Addressed
+from gateway.epp.control import read_control
 from gateway.epp.metrics import EppMetrics, StreamCounts
 from gateway.epp.objectives import Objectives, read_objectives
 from gateway.epp.parts import EppParts
@@ -27,7 +29,6 @@ from gateway.extproc.server import PickerServer, PickerSettings
 from gateway.extproc.tls import Given, Identity, SelfSigned
 from gateway.proxy.server import HttpServer
 from gateway.service import Service, known_workers, run, with_policy
-from gateway.sidecar.hints import no_hints
 from gateway.tls import ServingCertificate
 
 _POLICY = "cost"
@@ -50,6 +51,7 @@ class Epp(Service):
     """
 
     foreign_sections = ("sidecar",)
+    hears_clients = False
 
     def __init__(self, config: Config) -> None:
         """Raises UserError."""
@@ -60,7 +62,7 @@ class Epp(Service):
         core = Core(config, retries=False)
         super().__init__(
             core,
-            no_hints,
+            None,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
             controlled=lambda: sorted(core.fleet.workers),
@@ -83,6 +85,7 @@ class Epp(Service):
             rewrites=self.rewrites,
             find_holder=core.holders.find,
         )
+        self.faces.rewritten = self._rewritten
         self.server = PickerServer(
             self.picker,
             PickerSettings(
@@ -94,6 +97,7 @@ class Epp(Service):
                 # The picker has a deadline of its own, and waiting for room is none of it.
                 decision_timeout_s=settings.decision_deadline_s + config.queue.max_wait_s + 1,
                 sees_responses=settings.responses == "seen",
+                hears_context=self.tracing is not None,
                 grpc=settings.grpc,
             ),
             self._is_ready,
@@ -149,6 +153,9 @@ class Epp(Service):
         for what, count in counts.items():
             if count > self._counted.get(what, 0):
                 self._counted[what], self._told_until_s[what] = count, until_s
+
+    def _rewritten(self, body: bytes, headers: CIMultiDict[str]) -> bytes:
+        return self.picker.renamed(body, read_control(headers), headers)[0]
 
     def _began(self) -> None:
         self.plane.in_flight += 1

@@ -20,6 +20,7 @@ from gateway.proxy.access import Record
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import OUTCOME_HEADER
 from gateway.proxy.usage import Usage, UsageTail
+from gateway.tracing.types import RequestTrace
 from scorer.planner import ModelNotFound, NoWorker
 from scorer.types import LOCAL, Outcome, OutcomeKind, PdReason
 
@@ -48,7 +49,8 @@ class Watched:
 
     __slots__ = (
         "_began_s", "_elsewhere", "_endpoint", "_first", "_flight", "_guessed", "_is_stream", "_keeps", "_kind",
-        "_local_text", "_over", "_parts", "_plan_id", "_record", "_shared", "_tail", "_timer", "_wait_s",
+        "_local_text", "_over", "_parts", "_plan_id", "_record", "_shared", "_tail", "_timer", "_trace", "_usage",
+        "_wait_s",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +65,10 @@ class Watched:
         kind: str | None = None,
         keeps: bool = False,
         wait_s: float | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
+        self._trace = trace
+        self._usage: Usage | None = None
         self._shared = shared
         self._parts = shared.parts
         self._record = record
@@ -169,6 +174,8 @@ class Watched:
     def _note_first(self, flight: Flight) -> None:
         flight.first_byte(guessed=self._guessed)
         if self._is_stream:
+            if self._trace is not None:
+                self._trace.first_token()
             now_s = time.monotonic()
             ttft_s = now_s - self._began_s
             self._record.ttft_ms = round(ttft_s * 1000, 3)
@@ -176,7 +183,7 @@ class Watched:
             self._parts.decisions.pace.ttft.add(ttft_s, now_s)
 
     def _note_good(self, flight: Flight) -> None:
-        usage = None if self._tail is None else self._tail.read()
+        usage = self._usage = None if self._tail is None else self._tail.read()
         if usage is not None:
             if self._elsewhere:  # What was predicted there was predicted after the fact.
                 self._record.output_tokens, self._record.cached_tokens = usage.output_tokens, usage.cached_tokens
@@ -280,3 +287,5 @@ class Watched:
         finally:
             self._shared.over()
             steps.note_over(self._parts, self._record, self._began_s, self._flight, self._wait_s)
+            if self._trace is not None:
+                self._trace.finish(self._flight, self._usage)

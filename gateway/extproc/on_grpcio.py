@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -99,6 +99,9 @@ class _Process(Stream):
         except Exception as exc:
             raise self.failed(exc) from None
         self.ended()
+
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        return self._context.invocation_metadata() or ()
 
     async def _read(self) -> pb.ProcessingRequest | None:
         """None: the proxy says no more."""

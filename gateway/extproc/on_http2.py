@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from google.protobuf.message import DecodeError
 
@@ -63,6 +63,9 @@ class _Process(Stream):
 
     def lost(self) -> None:
         self.over()
+
+    def metadata(self) -> Iterable[tuple[str, str]]:
+        return self._call.fields
 
     async def flush(self) -> None:
         self._send()

@@ -29,7 +29,8 @@ _PORTS: dict[str, type[Http2Port] | type[GrpcioPort]] = {"fast": Http2Port, "grp
 class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """host: an address, IPv6 without brackets. port 0: any free one. health_port: a second one for health alone,
     without TLS; None: there is none. identity: to speak TLS with. decision_timeout_s: after it a request is answered
-    503. sees_responses: False where the proxy is configured to show none. grpc: what speaks it.
+    503. sees_responses: False where the proxy is configured to show none. hears_context: whether it matters what trace
+    the proxy's questions belong to. grpc: what speaks it.
     """
 
     host: str = "0.0.0.0"  # noqa: S104
@@ -39,6 +40,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 8 << 20
     decision_timeout_s: float = 30.0
     sees_responses: bool = True
+    hears_context: bool = False
     grpc: Literal["fast", "grpcio"] = "fast"
 
 
@@ -55,6 +57,7 @@ class PickerServer:
             deadline_s=settings.decision_timeout_s,
             max_body_bytes=settings.max_body_bytes,
             sees_responses=settings.sees_responses,
+            hears_context=settings.hears_context,
         )
         self.draining = False
         self.port = 0

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
@@ -14,11 +15,13 @@ from gateway.extproc.session import ProtocolError, Session
 from gateway.extproc.types import Ask, Picker, Refusal
 from gateway.pb import ext_proc_pb2 as pb
 from gateway.proxy.errors import log_unexpected
+from gateway.tracing.types import TRACEPARENT, TRACESTATE
 
 _log = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = "Process"
+_OF_CONTEXT = frozenset({TRACEPARENT, TRACESTATE})
 
 
 class Counts(msgspec.Struct):
@@ -41,11 +44,20 @@ class BrokenOff(Exception):
 class Shared:
     """What all streams of one server use. `tasks`: decisions, some of which outlive their streams."""
 
-    def __init__(self, picker: Picker, *, deadline_s: float, max_body_bytes: int, sees_responses: bool) -> None:
+    def __init__(
+        self,
+        picker: Picker,
+        *,
+        deadline_s: float,
+        max_body_bytes: int,
+        sees_responses: bool,
+        hears_context: bool = False,
+    ) -> None:
         self.picker = picker
         self.deadline_s = deadline_s
         self.max_body_bytes = max_body_bytes
         self.sees_responses = sees_responses
+        self.hears_context = hears_context
         self.counts = Counts()
         self.tasks: set[asyncio.Task[None]] = set()
         self.idle = asyncio.Event()
@@ -69,6 +81,10 @@ class Stream(ABC):
     @abstractmethod
     async def flush(self) -> None:
         """Write `outgoing`, in order."""
+
+    @abstractmethod
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """What the proxy has sent with its call."""
 
     def received(self, message: pb.ProcessingRequest) -> None:
         """Raises BrokenOff."""
@@ -107,6 +123,9 @@ class Stream(ABC):
 
     def _decide(self, ask: Ask) -> None:
         self._shared.counts.blind += ask.blind
+        if self._shared.hears_context:
+            context = {name: value for name, value in self.metadata() if name in _OF_CONTEXT and type(value) is str}
+            ask = msgspec.structs.replace(ask, context=context)
         self._picking = task = asyncio.get_running_loop().create_task(self._pick(ask), name="pick")
         self._shared.tasks.add(task)
         task.add_done_callback(self._shared.tasks.discard)

@@ -6,10 +6,14 @@ then becomes of the request the protocol tells the pick's `Watch`. Endpoints are
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Protocol
 
 import msgspec
 from multidict import CIMultiDict
+
+NO_CONTEXT: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +22,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     headers: without pseudo-headers, and without those that only we may write (`wire.OWNED`). body: b"" for a request
     without one. blind: there may be a body, but the proxy is configured not to show it (whole); body is b"" then.
     subset: the only endpoints that may be picked, as the proxy says (an address without a port means all its ports);
-    never empty; None where it says nothing.
+    never empty; None where it says nothing. context: W3C trace context that the proxy itself has sent with its
+    question, where it traces and we do.
     """
 
     method: str
@@ -27,6 +32,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     blind: bool = False
     subset: tuple[str, ...] | None = None
+    context: Mapping[str, str] = NO_CONTEXT
 
 
 class Watch(Protocol):

@@ -24,6 +24,7 @@ from gateway.proxy import errors
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import LEG_HEADER, RANK_HEADER
+from gateway.tracing.types import RequestTrace
 from scorer.types import Outcome, OutcomeKind, PdReason, RequestFacts, TokenSource
 
 _log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ class Offer:
 class Handoff:
     """The prefill side of one request."""
 
-    def __init__(self, shared: Shared, flight: Flight, sending: Sending) -> None:
+    def __init__(self, shared: Shared, flight: Flight, sending: Sending, trace: RequestTrace | None = None) -> None:
+        self._trace = trace
         self._shared = shared
         self._flight = flight
         self._sending = sending
@@ -94,6 +96,8 @@ class Handoff:
         shared, flight = self._shared, self._flight
         settings, planned = shared.settings, flight.plan
         names = self._names()
+        if self._trace is not None:
+            self._trace.event("prefill_failed", failure.why.value)
         shared.metrics.handoff(*names, failure.why.value)
         shared.metrics.stage(planned.choice, stage="prefill", outcome=failure.why.value)
         _log.log(
@@ -171,6 +175,7 @@ class Handoff:
             self._sending,
             quiet_s=flight.plan.chosen.price.ttft_s,
             prompt_tokens=flight.facts.prompt_tokens,
+            leg=None if self._trace is None else self._trace.leg("prefill", name, rank, upstream.base_url, headers),
         )
         asked = asyncio.get_running_loop().create_task(leg.answer(headers, body))
         try:

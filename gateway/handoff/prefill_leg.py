@@ -13,9 +13,11 @@ from gateway.handoff.shared import Shared
 from gateway.proxy.headers import RawHeaders, response_headers
 from gateway.proxy.incoming import Reply
 from gateway.proxy.peer import Broken, Disconnected, NoConnection, Upstream, UpstreamError
+from gateway.tracing.types import Leg
 from scorer.types import PdReason
 
 _LONGEST_ANSWER_BYTES = 64 << 20
+_WORDS = {End.CONNECT: "connect", End.TIMEOUT: "timeout", End.RESET: "disconnected"}
 
 
 class RefusedByPrefill(Exception):
@@ -62,8 +64,17 @@ class PrefillLeg:
     """`quiet_s`: for so long its silence is expected."""
 
     def __init__(
-        self, shared: Shared, name: str, upstream: Upstream, sending: Sending, *, quiet_s: float, prompt_tokens: int
+        self,
+        shared: Shared,
+        name: str,
+        upstream: Upstream,
+        sending: Sending,
+        *,
+        quiet_s: float,
+        prompt_tokens: int,
+        leg: Leg | None = None,
     ) -> None:
+        self._leg = leg
         self._shared = shared
         self._name = name
         self._upstream = upstream
@@ -83,8 +94,13 @@ class PrefillLeg:
         ticket = self._ticket = health.request_started(self._name, time.monotonic(), self._quiet_s)
         end = End.CANCELLED
         try:
+            if self._leg is not None:
+                headers = self._leg.headers
             async with asyncio.timeout(self._shared.settings.prefill_timeout_s):
                 status, raw_headers, answered_s, data = await self._post(headers, body)
+            if self._leg is not None:
+                self._leg.answered(status)
+                self._leg.end()
             end = End.OK if status < 400 else End.SERVER_ERROR if status >= 500 else End.CLIENT_ERROR
         except NoConnection as exc:
             end = End.CONNECT
@@ -97,6 +113,8 @@ class PrefillLeg:
             raise LegFailed(PdReason.PREFILL_FAILED, "its answer broke off") from exc
         finally:
             health.request_ended(ticket, end, time.monotonic())
+            if self._leg is not None:
+                self._leg.failed(_WORDS.get(end, "cancelled"))  # Nothing, if it has answered.
         if 400 <= status < 500:
             raise RefusedByPrefill(status, raw_headers, data)
         if not 200 <= status < 300:

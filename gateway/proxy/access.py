@@ -21,6 +21,8 @@ class Record(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     """No prompt text, no query string (some clients put keys there), no header but the request id."""
 
     request_id: str
+    trace_id: str | None = None
+    """With tracing."""
     client: str | None = None
     method: str
     path: str

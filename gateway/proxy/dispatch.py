@@ -30,6 +30,7 @@ from gateway.proxy.parts import Parts
 from gateway.proxy.peer import Broken, Disconnected, NoConnection, Upstream, UpstreamError
 from gateway.proxy.relay import Answer
 from gateway.proxy.timed import TimedBody
+from gateway.tracing.types import Leg, RequestTrace
 from scorer.planner import ModelNotFound, NoWorker
 from scorer.types import PdReason, RequestFacts
 
@@ -51,7 +52,12 @@ class Sending(msgspec.Struct, frozen=True, kw_only=True):
 class Dispatch:
     """One request on its way to an answer. Leave it by `close`, however it went."""
 
-    def __init__(self, parts: Parts, request: Incoming, record: Record, sending: Sending) -> None:
+    def __init__(
+        self, parts: Parts, request: Incoming, record: Record, sending: Sending, trace: RequestTrace | None = None
+    ) -> None:
+        self._trace = trace
+        self.leg: Leg | None = None
+        """Of the worker that is to answer, with tracing."""
         self._parts = parts
         self._request = request
         self._record = record
@@ -71,6 +77,8 @@ class Dispatch:
 
     def plan(self, facts: RequestFacts) -> None:
         self.flight = steps.planned(self._parts, self._record, facts)
+        if self._trace is not None:
+            self._trace.decided(self.flight)
 
     async def run(self) -> Answer:
         """The answer of the planned worker, or of a second one if the first gave none."""
@@ -96,6 +104,8 @@ class Dispatch:
         self.drop_answer()
         self._record.retries += 1
         self._parts.metrics.retried(reason)
+        if self._trace is not None:
+            self._trace.event("retry", reason)
         steps.note_plan(self._parts, self._record, second)
         self._note_choice(second)
         try:
@@ -108,7 +118,7 @@ class Dispatch:
         """Carry out a plan. Raises AttemptFailed, RefusedByPrefill or ApiError."""
         offer = None
         if flight.plan.remote:
-            self.handoff = Handoff(self._parts.handoffs, flight, self._sending)
+            self.handoff = Handoff(self._parts.handoffs, flight, self._sending, self._trace)
             try:
                 offer = self._offer = await self.handoff.prefill()
             except (RefusedByPrefill, ApiError):
@@ -189,6 +199,10 @@ class Dispatch:
     def _handoff_failed(self, flight: Flight, offer: Offer, why: PdReason, detail: str) -> None:
         legs = offer.legs
         _log.warning("handoff from %s to %s: %s (%s)", legs.prefill_worker, legs.decode_worker, why.value, detail)
+        if self._trace is not None:
+            self._trace.event("handoff_failed", why.value)
+            if self.leg is not None:
+                self.leg.failed(why.value)
         metrics = self._parts.handoffs.metrics
         metrics.handoff(legs.prefill_worker, legs.decode_worker, why.value)
         metrics.stage(flight.plan.choice, stage="decode", outcome=why.value)
@@ -262,12 +276,30 @@ class Dispatch:
         self, upstream: Upstream, headers: CIMultiDict[str], body: bytes | TimedBody, *, fresh: bool, ask: bool = False
     ) -> Answer:
         self._use(upstream)
-        response = await upstream.send(self._sending.method, self._sending.target, headers, body, fresh=fresh, ask=ask)
-        answer = self.answer = Answer(response, b"")
-        if not 200 <= response.status <= 599:
-            raise Broken("not a status of a final answer")  # 101 would make us a tunnel.
-        answer.first = await response.readany()
+        if self._trace is not None:
+            headers = self._new_leg(self._trace, upstream, headers).headers
+        sending = self._sending
+        try:
+            response = await upstream.send(sending.method, sending.target, headers, body, fresh=fresh, ask=ask)
+            answer = self.answer = Answer(response, b"")
+            if not 200 <= response.status <= 599:
+                raise Broken("not a status of a final answer")  # 101 would make us a tunnel.
+            if self.leg is not None:
+                self.leg.answered(response.status)
+            answer.first = await response.readany()
+        except BaseException as exc:
+            if self.leg is not None:
+                self.leg.failed(_word(exc))
+            raise
         return answer
+
+    def _new_leg(self, trace: RequestTrace, upstream: Upstream, headers: CIMultiDict[str]) -> Leg:
+        flight = self.flight
+        if flight is None:
+            self.leg = trace.leg("forward", self._record.worker or "", None, upstream.base_url, headers)
+        else:
+            self.leg = trace.leg("decode", *flight.holder, upstream.base_url, headers)
+        return self.leg
 
     # ---- placed by load alone ----------------------------------------------------------------------------------------
 
@@ -309,6 +341,8 @@ class Dispatch:
 
     def drop_answer(self) -> None:
         answer, self.answer = self.answer, None
+        if self.leg is not None:
+            self.leg.end()
         if answer is not None:
             self._record.sent_bytes += answer.sent_bytes
             answer.close()
@@ -340,3 +374,12 @@ class Dispatch:
             if self._upstream is not None:
                 self._parts.upstreams.release(self._upstream)
                 self._upstream = None
+
+
+def _word(exc: BaseException) -> str:
+    """What an attempt came to, in a word. Not the exception's text, which may quote a request."""
+    if isinstance(exc, NoConnection):
+        return "connect"
+    if isinstance(exc, TimeoutError):
+        return "timeout"
+    return "disconnected" if isinstance(exc, UpstreamError | OSError) else "cancelled"

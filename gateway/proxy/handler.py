@@ -34,7 +34,7 @@ from gateway.proxy.routes import Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.proxy.usage import Usage, UsageTail
 from gateway.request import members_of
-from gateway.sidecar.hints import NO_HINTS, Hints
+from gateway.tracing.types import TRACE_ID_HEADER
 from scorer.types import PdReason, RequestFacts
 
 _log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class Exchange:
         "_plan_id",
         "_relaying",
         "_server",
+        "_trace",
         "_usage",
         "_wait_s",
         "began_s",
@@ -99,6 +100,8 @@ class Exchange:
             status=CLIENT_LEFT,
             client=request.remote,
         )
+        tracing = parts.tracing
+        self._trace = None if tracing is None else tracing.request(self.record, self.headers, route.tokens)
         self.began_s = time.monotonic()
         self._dispatch: Dispatch | None = None
         self._plan_id: str | None = None
@@ -142,11 +145,16 @@ class Exchange:
     # ---- the way there -----------------------------------------------------------------------------------------------
 
     async def _serve(self) -> Reply | None:
+        trace = self._trace
+        if trace is not None:
+            trace.stage("read_body")
         try:
             body = await self.request.body(self._parts.max_body_bytes)
         except ApiError as exc:
             self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
             raise
+        if trace is not None:
+            trace.stage("tokenise")
         began_s = time.monotonic()
         tenant, body = steps.identified(
             self._parts,
@@ -170,6 +178,7 @@ class Exchange:
                 headers=self.headers,
                 raw=steps.cleaned(self._parts, body, members),
             ),
+            trace,
         )
         if self._holder is not None and self.request.method != "OPTIONS":
             await self._relay(await dispatch.at(await self._holder()), self.began_s)
@@ -178,14 +187,18 @@ class Exchange:
             await self._relay(await dispatch.anywhere(), self.began_s)
             return None
         hints = self._parts.hints(self.request)
-        facts = _with_hints(await self._facts(body, members), hints)
+        facts = steps.hinted(await self._facts(body, members), hints)
         if tenant is not None:
             facts = msgspec.structs.replace(facts, tenant=tenant)
         if facts.keep_local is None and self.request.is_leg:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
         queue = self._parts.queue
         if queue is not None and self.route.queued:
+            if trace is not None:
+                trace.stage("queue")
             self._wait_s = await queue.enter(facts, self.headers, self.record)
+        if trace is not None:
+            trace.stage("decide")
         dispatch.plan(facts)  # With nothing awaited in between: until it is booked no other is let go.
         self._plan_id = hints.plan_id
         overhead_s = time.monotonic() - began_s - (self.record.queued_ms or 0.0) / 1000
@@ -209,6 +222,8 @@ class Exchange:
         reply = refusal.reply()
         self._name_choice(reply.headers)
         reply.headers.setdefault("X-Request-Id", self.record.request_id)
+        if self.record.trace_id is not None:
+            reply.headers[TRACE_ID_HEADER] = self.record.trace_id
         reply.close = self._server.draining
         return reply
 
@@ -221,6 +236,8 @@ class Exchange:
         good = answer.status < 400
         headers = response_headers(answer.upstream.raw_headers)
         headers.setdefault("X-Request-Id", record.request_id)
+        if not good and record.trace_id is not None:
+            headers[TRACE_ID_HEADER] = record.trace_id
         if flight is None:
             await self._send(answer, headers, None, None)
             return
@@ -242,6 +259,8 @@ class Exchange:
                 record.ttft_ms = round(ttft_s * 1000, 3)
                 self._parts.metrics.ttft.observe(ttft_s)
                 self._parts.decisions.pace.ttft.add(ttft_s, now_s)
+                if self._dispatch is not None and self._dispatch.leg is not None:
+                    self._dispatch.leg.first_token()
         await self._send(answer, headers, flight, tail)
         if good:
             usage = self._usage = tail.read()
@@ -279,6 +298,8 @@ class Exchange:
         self.record.status, self.record.error = error.status, error.code
         reply = Reply.of(error)
         reply.headers["X-Request-Id"] = self.record.request_id
+        if self.record.trace_id is not None:
+            reply.headers[TRACE_ID_HEADER] = self.record.trace_id
         self._name_choice(reply.headers)
         reply.close = self._server.draining or error.status in _BODY_REASONS
         return reply
@@ -288,6 +309,8 @@ class Exchange:
     def _cut(self, reason: str) -> None:
         self.record.cut = reason
         self._parts.metrics.cut(reason)
+        if self._dispatch is not None and self._dispatch.leg is not None:
+            self._dispatch.leg.failed(reason)
         if self._flight is not None and reason in ("upstream_broke", "timeout"):
             self._flight.failed(End.TIMEOUT if reason == "timeout" else End.RESET, reason)
 
@@ -303,26 +326,11 @@ class Exchange:
             if self._admitted:
                 self._server.leave()
             steps.note_over(parts, record, self.began_s, self._flight, self._wait_s)
+            if self._trace is not None:
+                self._trace.finish(self._flight, self._usage)
             if parts.recorder.active and self._flight is not None and self._was_answered():
                 steps.note_recorded(parts, self._flight, self.began_s, self._usage)
 
     def _was_answered(self) -> bool:
         """Whether a prompt was, or began to be."""
         return self._relaying and self.record.status < 400 and self.route.tokens is not None
-
-
-def _with_hints(facts: RequestFacts, hints: Hints) -> RequestFacts:
-    """The facts, with what somebody in front of us has settled."""
-    keep_local = facts.keep_local
-    if keep_local is None and hints.choice == "local":
-        keep_local = PdReason.PLAN
-    if hints is NO_HINTS and keep_local is facts.keep_local:
-        return facts
-    return msgspec.structs.replace(
-        facts,
-        keep_local=keep_local,
-        prefill_hint=hints.prefill,
-        kv_source=hints.kv_source,
-        rank=facts.rank if hints.rank is None and hints.decode is None else hints.rank,
-        subset=facts.subset if hints.decode is None else hints.decode,
-    )

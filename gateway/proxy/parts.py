@@ -24,6 +24,7 @@ from gateway.request import RequestReader
 from gateway.sidecar.hints import Hints, no_hints
 from gateway.stored import StoredResponses
 from gateway.tenancy import NO_TENANCY, Tenancy
+from gateway.tracing.types import Tracing
 from scorer.planner import Planner
 
 
@@ -73,4 +74,5 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     unreachable_status: int = 502
     queue: Queue | None = None
     tenancy: Tenancy = NO_TENANCY
+    tracing: Tracing | None = None
     decisions: Decisions = msgspec.field(default_factory=Decisions)

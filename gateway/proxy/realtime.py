@@ -33,6 +33,7 @@ from gateway.proxy.parts import Parts
 from gateway.proxy.server import DataPlane, target_of
 from gateway.request import BadRequest
 from gateway.sidecar.hints import NO_HINTS
+from gateway.tracing.types import TRACE_ID_HEADER
 from scorer.types import Outcome, OutcomeKind, RequestFacts
 
 _log = logging.getLogger(__name__)
@@ -143,6 +144,8 @@ class _Session:
         self._record = Record(
             request_id=request_id, method=request.method, path=PATH, status=499, client=request.remote
         )
+        tracing = self._parts.tracing
+        self._trace = None if tracing is None else tracing.request(self._record, self._headers, None)
         self._tenant: str | None = None
         self._plan_id: str | None = None
         """Of what is booked."""
@@ -166,6 +169,8 @@ class _Session:
             self._record.status, self._record.error = exc.status, exc.code
             response = exc.response()
             response.headers["X-Request-Id"] = self._record.request_id
+            if self._record.trace_id is not None:
+                response.headers[TRACE_ID_HEADER] = self._record.trace_id
             if exc.status == 426:
                 response.headers.update({"Upgrade": "websocket", "Sec-WebSocket-Version": "13"})
             return response
@@ -190,6 +195,8 @@ class _Session:
             self._record.duration_ms = round((time.monotonic() - began_s) * 1000, 3)
             self._parts.metrics.request(self._record.worker, self._record.status, None)
             self._parts.access.write(self._record)
+            if self._trace is not None:
+                self._trace.finish(None, None)
             if self._worker is not None:
                 await _close(self._worker, _Close(_GOING_AWAY))  # It is still open if the client vanished.
 
@@ -275,6 +282,9 @@ class _Session:
             headers[RANK_HEADER] = str(rank)
         ticket = parts.health.request_started(name, time.monotonic(), _UPGRADE_TIMEOUT_S)
         end = End.CANCELLED
+        leg = None if self._trace is None else self._trace.leg("forward", name, rank, known.url or "", headers)
+        if leg is not None:
+            headers = leg.headers
         try:
             worker = self._worker = await self._open(known.url or "", headers)
         except aiohttp.WSServerHandshakeError as exc:
@@ -296,6 +306,11 @@ class _Session:
         finally:
             # That its HTTP server says 101 does not show that its engine works.
             parts.health.request_ended(ticket, end, time.monotonic())
+            if leg is not None and self._worker is None:
+                leg.failed(end.name.lower())
+        if leg is not None:
+            leg.answered(101)
+            leg.end()
         parts.planner.observe(self._plan_id, Outcome(kind=OutcomeKind.FIRST_TOKEN), time.monotonic())
         return worker
 

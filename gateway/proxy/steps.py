@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from multidict import CIMultiDict
 
 from gateway.handoff.bodies import clean
@@ -20,6 +21,7 @@ from gateway.proxy.flight import Flight
 from gateway.proxy.parts import Parts
 from gateway.proxy.usage import Usage
 from gateway.request import BadRequest
+from gateway.sidecar.hints import NO_HINTS, Hints
 from gateway.stored import Place, ResponseHead, is_stored
 from indexer import Prompt
 from scorer.fleet import STALE_S, Worker
@@ -84,6 +86,23 @@ async def read_facts(
         return await parts.reader.read(booking_id, kind, body, headers, members)
     except BadRequest as exc:
         raise bad_request(parts, exc) from None
+
+
+def hinted(facts: RequestFacts, hints: Hints) -> RequestFacts:
+    """The facts, with what somebody in front of us has settled."""
+    keep_local = facts.keep_local
+    if keep_local is None and hints.choice == "local":
+        keep_local = PdReason.PLAN
+    if hints is NO_HINTS and keep_local is facts.keep_local:
+        return facts
+    return msgspec.structs.replace(
+        facts,
+        keep_local=keep_local,
+        prefill_hint=hints.prefill,
+        kv_source=hints.kv_source,
+        rank=facts.rank if hints.rank is None and hints.decode is None else hints.rank,
+        subset=facts.subset if hints.decode is None else hints.decode,
+    )
 
 
 def bad_request(parts: Parts, exc: BadRequest) -> ApiError:

@@ -40,17 +40,21 @@ _HINT = "hint"
 
 
 class WorkersPage:
-    """Answers are JSON; errors have OpenAI's shape."""
+    """Answers are JSON; errors have OpenAI's shape. `changes_list`: whether workers can be added and removed here; if
+    not, only looked at and drained.
+    """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, changes_list: bool = True) -> None:
         self._core = core
+        self._changes_list = changes_list
 
     async def page(self, request: web.BaseRequest) -> web.Response:
         """`GET` the list, `POST` one worker."""
         if request.method in ("GET", "HEAD"):
             return self._list()
-        if request.method != "POST":
-            raise errors.method_not_allowed(request.method, PATH, frozenset({"GET", "POST"}))
+        if request.method != "POST" or not self._changes_list:
+            allowed = {"GET", "POST"} if self._changes_list else {"GET"}
+            raise errors.method_not_allowed(request.method, PATH, frozenset(allowed))
         return self._add(await read_body(request, _LONGEST_BODY_BYTES))
 
     async def below(self, request: web.BaseRequest) -> web.Response:
@@ -63,7 +67,7 @@ class WorkersPage:
         name = self._named(unquote(path.removeprefix(PATH + "/")))
         if request.method in ("GET", "HEAD"):
             return _json(self._shown(self._core.fleet.workers[name]))
-        _only(request, path, "DELETE", "GET")
+        _only(request, path, "GET", *(["DELETE"] if self._changes_list else []))
         query = request.rel_url.query
         return self._remove(name, force=_flag(query.get("force")), timeout_s=_timeout_s(query.get("timeout_s")))
 

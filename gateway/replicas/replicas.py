@@ -77,18 +77,13 @@ class Replicas:
         self._planner.tell(self.publisher.journal)
         self._stored.tell = self.publisher.response
         loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(
-                self._run(self._telling, self._op_timeout_s, self._tell, self._untold), name="replicas tell"
-            ),
-            loop.create_task(
-                self._run(self._hearing, self.reader.longest_s, self._hear, self.reader.lost), name="replicas hear"
-            ),
-            loop.create_task(
-                self._run(self._keeping, self._op_timeout_s, self.snapshots.turn, lambda: None), name="replicas keep"
-            ),
-            loop.create_task(self._watch(), name="replicas watch"),
-        ]
+        interval_s = self._config.interval_ms / 1000
+        telling = self._run(self._telling, self._op_timeout_s, self._tell, self._untold, lambda: interval_s)
+        hearing = self._run(self._hearing, self.reader.longest_s, self._hear, self.reader.lost, lambda: interval_s / 2)
+        keeping = self._run(
+            self._keeping, self._op_timeout_s, self.snapshots.turn, lambda: None, lambda: self.snapshots.pause_s
+        )
+        self._tasks = [loop.create_task(each, name="replicas") for each in (telling, hearing, keeping, self._watch())]
 
     async def close(self) -> None:
         """Say good-bye, if Redis lets us."""
@@ -135,9 +130,14 @@ class Replicas:
             yield "replicas_apart", "a replica of another version is there, whose load is not understood: update it"
 
     async def _run(
-        self, link: Link, timeout_s: float, turn: Callable[[Client], Awaitable[None]], failed: Callable[[], None]
+        self,
+        link: Link,
+        timeout_s: float,
+        turn: Callable[[Client], Awaitable[None]],
+        failed: Callable[[], None],
+        pause_s: Callable[[], float],
     ) -> None:
-        """`turn` with a client, over and over; a new client after a failure."""
+        """`turn` with a client, over and over, with pauses; a new client after a failure."""
         wait_s = 0.0
         while not self._closing:
             client = self._connect(timeout_s)
@@ -145,6 +145,7 @@ class Replicas:
                 while not self._closing:
                     await turn(client)
                     link.works()
+                    await asyncio.sleep(pause_s())
             except Exception as exc:
                 wait_s = link.fails(exc, self._rng)
                 failed()
@@ -160,7 +161,6 @@ class Replicas:
                 await self.publisher.wanted.wait()
         async with asyncio.timeout(self._longest_s(self._op_timeout_s)):
             await self.publisher.send(client)
-        await asyncio.sleep(self._config.interval_ms / 1000)
 
     def _untold(self) -> None:
         self.publisher.drop()
@@ -168,7 +168,6 @@ class Replicas:
     async def _hear(self, client: Client) -> None:
         async with asyncio.timeout(self._longest_s(self.reader.longest_s)):
             await self.reader.turn(client)
-        await asyncio.sleep(self._config.interval_ms / 2000)
 
     def _longest_s(self, answer_s: float) -> float:
         """However the client counts, a turn is over by then: connecting, also by way of others, and some answers."""

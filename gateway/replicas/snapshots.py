@@ -52,19 +52,19 @@ class Snapshots:
         self._counts = counts
         self._round: Iterator[Holder] = iter(())
         self._left = 0
-        self._pause_s = _LEAST_S
+        self.pause_s = _LEAST_S
+        """Until the next turn."""
 
     async def turn(self, client: Client) -> None:
-        """One rank, and a pause. Raises what the client raises."""
+        """One rank. Raises what the client raises."""
         if await self._leads(client):
             if not self._left:
                 ranks = sorted(self._ingest.status())
                 self._round, self._left = iter(ranks), len(ranks)
-                self._pause_s = max(_LEAST_S, ROUND_S / max(1, len(ranks)))
+                self.pause_s = max(_LEAST_S, ROUND_S / max(1, len(ranks)))
             if self._left:
                 self._left -= 1
                 await self._write(client, next(self._round))
-        await asyncio.sleep(self._pause_s)
 
     async def read(self, client: Client, worker: str, ranks: list[int]) -> dict[int, SavedRank]:
         """What there is of it. Raises what the client raises."""

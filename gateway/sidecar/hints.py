@@ -13,6 +13,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Collection
+from copy import copy
 from typing import Literal, NoReturn
 
 import msgspec
@@ -40,6 +41,15 @@ _OUTCOMES = {
     RANK_ENDPOINT: ("used", "malformed", "not_here"),
     KV_SOURCE: ("used", "denied", "full", "itself", "malformed", "surplus"),
     PLAN: ("used", "malformed"),
+}
+_NOTES = {
+    "new": "a worker that is not known yet; a request would add it, and nothing is known that could be priced",
+    "denied": "a worker that is not allowed: see pd.allow",
+    "full": "one worker more than may be added by hints",
+    "itself": "this pod itself, which is what local means",
+    "malformed": "it cannot be read",
+    "surplus": "more values than are used",
+    "unknown": "its engine does not say what ranks it has",
 }
 _MOST_TARGETS = 16
 _LONGEST_SHOWN = 128
@@ -94,6 +104,8 @@ class HintReader:
         self._rng = rng
         self._pod = pod
         self._sampling = sampling
+        self._notes: list[str] | None = None
+        """Where nothing is to be changed: what a request would do."""
         self._pinned = [frozenset({name}) for name in ([] if pod is None else pod.names)]
         self._counter = Counter(
             "warmroute_hints", "Values of control headers, by what became of them.", ("header", "outcome"),
@@ -102,6 +114,12 @@ class HintReader:
         for header, outcomes in _OUTCOMES.items():
             for outcome in outcomes:
                 self._counter.labels(header, outcome)
+
+    def look(self, request: Sender) -> tuple[Hints, list[str]]:
+        """What `read` would make of it, and what else it would do; but nothing is counted, and no worker added."""
+        looking = copy(self)
+        notes = looking._notes = []
+        return looking.read(request), notes
 
     def read(self, request: Sender) -> Hints:
         """Raises ApiError: 403 for prefill targets that are not allowed, 400 for what cannot be read."""
@@ -155,7 +173,7 @@ class HintReader:
             return "malformed", None
         if self._pod is not None and self._pod.is_self(endpoint, request):
             return "itself", None
-        admitted = self._targets.admit(endpoint)
+        admitted = self._targets.admit(endpoint, look=self._notes is not None)
         return (admitted.value, None) if isinstance(admitted, Refusal) else ("used", admitted)
 
     # ---- x-data-parallel-* -------------------------------------------------------------------------------------------
@@ -216,7 +234,7 @@ class HintReader:
             return "itself", None
         if self._pod is not None and not self._targets.knows(endpoint):
             endpoint = self._pod.engine_behind(endpoint)
-        source = self._targets.source(endpoint, add=self._pod is not None)
+        source = self._targets.source(endpoint, add=self._pod is not None, look=self._notes is not None)
         return (source.value, None) if isinstance(source, Refusal) else ("used", source)
 
     def _plan(self, request: Sender) -> tuple[Literal["local", "remote"] | None, str | None]:
@@ -228,7 +246,10 @@ class HintReader:
         return (None, None) if plan is None else plan
 
     def _count(self, header: str, outcome: str, n: int = 1) -> None:
-        self._counter.labels(header, outcome).inc(n)
+        if self._notes is None:
+            self._counter.labels(header, outcome).inc(n)
+        elif (note := _NOTES.get(outcome)) is not None:
+            self._notes.append(f"{header}: {note}")
 
 
 def read_plan(value: str) -> tuple[Literal["local", "remote"], str] | None:

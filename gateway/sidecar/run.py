@@ -61,7 +61,7 @@ class Sidecar(Service):
         )
         super().__init__(
             core,
-            reader.read,
+            reader,
             admin_host=settings.admin_host,
             admin_port=settings.admin_port,
             controlled=lambda: pod.names,

@@ -21,6 +21,8 @@ _ORIGIN = {"origin": "hint"}
 class Refusal(Enum):
     DENIED = "denied"
     FULL = "full"
+    NEW = "new"
+    """Said only where nobody is to be added."""
 
 
 class Targets:
@@ -49,29 +51,33 @@ class Targets:
         self._found: dict[Endpoint, str] = {}
         """Who was found where, to be looked at first: a search goes through the whole fleet."""
 
-    def admit(self, endpoint: Endpoint) -> str | Refusal:
+    def admit(self, endpoint: Endpoint, *, look: bool = False) -> str | Refusal:
         """The name of the prefill worker at `endpoint`, which is added to the fleet if it is allowed and new. One that
-        is known needs no entry.
+        is known needs no entry. `look`: nothing is changed.
         """
         worker = self._at(endpoint)
         is_known = worker is not None and worker.role is Role.PREFILL
         if not is_known and not self._allow.allows(endpoint):
             return Refusal.DENIED
+        if look:
+            return Refusal.NEW if worker is None else worker.name
         if worker is None:
             return self._add(endpoint, Role.PREFILL)
         if worker.role is Role.SOURCE and _is_hinted(worker):
             self._apply(_hinted(worker.name, worker.url, Role.PREFILL))  # It is named for more now.
         return self._named(worker)
 
-    def source(self, endpoint: Endpoint, *, add: bool) -> str | Refusal:
+    def source(self, endpoint: Endpoint, *, add: bool, look: bool = False) -> str | Refusal:
         """The name of a worker that may be asked for what it holds. `add`: one that is allowed and new joins the fleet,
-        where it decodes nothing; else only those that are known will do.
+        where it decodes nothing; else only those that are known will do. `look`: nothing is changed.
         """
         worker = self._at(endpoint)
         if worker is not None:
-            return self._named(worker)
+            return worker.name if look else self._named(worker)
         if not add or not self._allow.allows(endpoint):
             return Refusal.DENIED
+        if look:
+            return Refusal.NEW
         return self._add(endpoint, Role.SOURCE)
 
     def knows(self, endpoint: Endpoint) -> bool:

@@ -43,6 +43,31 @@ async def test_a_prompt_goes_where_its_cache_is(tmp_path: Path, envoy: str) -> N
         assert fleet.core.hits.workers[home].actual_tokens > 4 * 2900
 
 
+async def test_a_rewritten_model_is_explained_as_it_is_served(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, epp={"rewrites": ("nick=tiny",)}, a=engine()) as fleet:
+        url = f"http://127.0.0.1:{fleet.epp.admin_port}/debug/explain"
+        header = {"x-llm-d-model-name-rewrite": "tiny"}
+        for model, headers in (("nick", {}), ("anything", header)):
+            async with fleet.http.post(url, json={"model": model, "prompt": "hi"}, headers=headers) as answer:
+                assert (answer.status, (await answer.json())["model"]) == (200, "tiny")
+        async with fleet.http.post(url, json={"model": "anything", "prompt": "hi"}) as answer:
+            assert answer.status == 404
+
+
+async def test_its_workers_are_listed_and_drained_but_not_added(tmp_path: Path) -> None:
+    async with EppFleet(tmp_path, a=engine(), b=engine()) as fleet:
+        admin = f"http://127.0.0.1:{fleet.epp.admin_port}/admin/workers"
+        async with fleet.http.get(admin) as answer:
+            assert [each["name"] for each in (await answer.json())["workers"]] == ["a", "b"]
+        async with fleet.http.post(admin + "/a/drain") as answer:
+            assert answer.status == 202
+        for _ in range(4):
+            await fleet.complete("hello")
+        assert fleet.served() == {"a": 0, "b": 4}
+        async with fleet.http.post(admin, json={"url": "http://127.0.0.1:9"}) as answer:
+            assert answer.status == 405
+
+
 async def test_streams_pass_as_they_come_and_are_learned_from(tmp_path: Path) -> None:
     async with EppFleet(tmp_path, a=engine()) as fleet:
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 40, "stream": True}

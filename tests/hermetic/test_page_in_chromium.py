@@ -5,13 +5,15 @@ from collections.abc import AsyncIterator, Iterator
 from urllib.parse import urlsplit
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from bench.engine.server import FakeVllm
 from gateway.config import Config
-from gateway.config.schema import EppConfig, GatewayConfig, HealthConfig, LoggingConfig, Worker
+from gateway.config.schema import EppConfig, GatewayConfig, HealthConfig, LoggingConfig, TracingConfig, Worker
 from gateway.debug.stream import MOST_VIEWERS
 from gateway.epp.run import Epp
 from gateway.run import Gateway
+from gateway.tracing import otel
 from tests.support.chromium import Chromium, Page, launched
 from tests.support.gateway_world import Fleet, engine, until
 from tests.support.sidecar_world import Pod, free_port
@@ -93,6 +95,19 @@ async def test_it_explains_a_request_by_keyboard(browser: Chromium, fleet: Fleet
     await page.value("explain(999, 'gone')")
     await page.until("document.querySelector('#explain').innerText.includes('Decision 999 is not known')")
     assert [source for source, _ in page.errors] == ["network"]  # The 404 that was asked for.
+
+
+async def test_with_tracing_an_explanation_names_the_trace(browser: Chromium, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "new_exporter", InMemorySpanExporter)
+    async with Fleet(tracing=TracingConfig(enabled=True), a=engine()) as fleet:
+        await fleet.complete("hello")
+        (decision,) = fleet.core.decisions.last(1)
+        assert decision.record.trace_id is not None
+        page = await browser.open(fleet.admin + "/debug")
+        await page.until(rows(1))
+        await page.value("document.querySelector('#decisions button').click()")
+        await page.until(f"document.querySelector('#explain').innerText.includes('{decision.record.trace_id}')")
+        assert not page.errors
 
 
 async def test_focus_stays_and_the_list_can_be_held(browser: Chromium, fleet: Fleet) -> None:

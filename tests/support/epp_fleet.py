@@ -21,6 +21,7 @@ from gateway.config.schema import (
     QueueConfig,
     SidecarConfig,
     TokensConfig,
+    TracingConfig,
     Worker,
 )
 from gateway.epp.run import Epp
@@ -48,9 +49,11 @@ class EppFleet(Stacked):
         queue: QueueConfig | None = None,
         gateway: dict[str, Any] | None = None,
         sidecars: bool = False,
+        tracing: TracingConfig | None = None,
         **engines: FakeVllmConfig,
     ) -> None:
         self._folder = folder
+        self._tracing = tracing or TracingConfig()
         self._envoy = envoy
         self._change = change
         self._epp = EppConfig(
@@ -82,6 +85,7 @@ class EppFleet(Stacked):
             health=HealthConfig(scrape_interval_s=0.1),
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),
+            tracing=self._tracing,
         )
         self.epp = await self._stack.enter_async_context(Epp(config))
         self.core = self.epp.core
@@ -100,6 +104,7 @@ class EppFleet(Stacked):
             pd=PdConfig(allow=("*",)),
             health=HealthConfig(scrape_interval_s=0.1),
             logging=LoggingConfig(level="error"),
+            tracing=self._tracing,
         )
         sidecar = self.sidecars[name] = await self._stack.enter_async_context(Sidecar(config))
         await until(lambda: sidecar.core.capabilities)

@@ -39,6 +39,7 @@ from gateway.request import RequestReader
 from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
 from gateway.tokens import TokenService
+from gateway.tracing.types import Tracing
 from indexer import PrefixIndex, decode_batch
 from scorer.fleet import Fleet
 from scorer.planner import Planner
@@ -130,7 +131,9 @@ class Pool:
         pd: PdConfig | None = None,
         queue: QueueConfig | None = None,
         tenancy: TenancyConfig | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self.pods = pods
         self.urls = urls or [f"http://192.168.1.{i + 1}:8000" for i in range(len(pods))]
         self.epp = epp or EppConfig()
@@ -187,6 +190,7 @@ class Pool:
             heard_since=lambda name, since_s: True,
             queue=self.queue,
             tenancy=self._tenancy,
+            tracing=self._tracing,
         )
         counts = EppMetrics(self.metrics.registry)
         self.places = Places(self.fleet.workers)

@@ -22,6 +22,7 @@ from gateway.config.schema import (
     ScorerConfig,
     TenancyConfig,
     TokensConfig,
+    TracingConfig,
     Worker,
 )
 from gateway.run import Gateway
@@ -60,9 +61,11 @@ class Fleet(Stacked):
         tenancy: TenancyConfig | None = None,
         unknown_models: Literal["refuse", "try"] = "refuse",
         scrape_interval_s: float = 0.1,
+        tracing: TracingConfig | None = None,
         **engines: FakeVllmConfig,
     ) -> None:
         self._pd = pd or PdConfig()
+        self._tracing = tracing or TracingConfig()
         self._unknown_models = unknown_models
         self._scrape_interval_s = scrape_interval_s
         self._scorer = scorer or ScorerConfig()
@@ -88,6 +91,7 @@ class Fleet(Stacked):
             tenancy=self._tenancy,
             tokens=TokensConfig(engine_budget_ms=2000),  # A busy test machine is no slow engine.
             logging=LoggingConfig(level="error"),
+            tracing=self._tracing,
         )
         self.gateway = await self._stack.enter_async_context(Gateway(config))
         self.core = self.gateway.core

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from gateway.tracing.types import Tracing
 from scorer.types import Role
 from tests.support.proxy_world import Call, Script, Stub, World
 
@@ -220,9 +221,9 @@ def refusing_releases(script: Script) -> Script:
     return both
 
 
-def world(pd: Any, **stubs: Stub) -> World:
+def world(pd: Any, *, tracing: Tracing | None = None, **stubs: Stub) -> World:
     """A data plane in front of scripted servers: p* prefill, d* decode."""
-    return World({name: stub.url for name, stub in stubs.items()}, pd=pd, roles=ROLES)
+    return World({name: stub.url for name, stub in stubs.items()}, pd=pd, roles=ROLES, tracing=tracing)
 
 
 def stages(it: World) -> dict[tuple[str, str], float]:

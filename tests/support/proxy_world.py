@@ -36,6 +36,7 @@ from gateway.sidecar.hints import NO_HINTS
 from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
 from gateway.tokens import TokenService
+from gateway.tracing.types import Tracing
 from indexer import PrefixIndex
 from scorer.fleet import Fleet
 from scorer.planner import Planner
@@ -178,7 +179,9 @@ class World:
         roles: dict[str, Role] | None = None,
         queue: QueueConfig | None = None,
         tenancy: TenancyConfig | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self.pd = pd or PdConfig()
         self._queue = queue or QueueConfig()
         self._said = 0
@@ -247,6 +250,7 @@ class World:
             hints=lambda request: self.hints,
             queue=self.queue,
             tenancy=self.tenancy,
+            tracing=self._tracing,
         )
         for name, url in self._workers.items():
             self.add(name, url)

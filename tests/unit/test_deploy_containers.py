@@ -121,3 +121,13 @@ def test_a_unit_may_do_little(unit: Path) -> None:
 def test_a_unit_gives_the_process_time_to_drain(unit: Path) -> None:
     settings = dict(line.partition("=")[::2] for line in unit.read_text().splitlines() if "=" in line)
     assert int(settings["TimeoutStopSec"]) > load_config().gateway.drain_timeout_s
+
+
+def test_the_collectors_pipelines_name_what_is_configured() -> None:
+    config = yaml.safe_load((ROOT / "deploy/opentelemetry/collector.yaml").read_text(encoding="utf-8"))
+    for pipeline in config["service"]["pipelines"].values():
+        for kind, names in pipeline.items():
+            assert names
+            assert set(names) <= config[kind].keys()
+    listening = config["receivers"]["otlp"]["protocols"]["http"]["endpoint"]
+    assert listening.endswith(":4318")  # Where OTLP over HTTP goes by default.

@@ -109,9 +109,31 @@ def test_values_are_put_where_they_belong(tmp_path: Path) -> None:
     assert loaded.gateway.drain_timeout_s == 90
 
 
+def test_spans_may_get_to_their_collector() -> None:
+    endpoint = "http://collector.mine:4319"
+    env = [{"name": "A", "value": "b"}]
+    manifests = chart(epp={"enabled": True}, gateway={"env": env}, tracing={"endpoint": endpoint, "port": 4319})
+    tracing = [
+        {"name": "WARMROUTE_TRACING__ENABLED", "value": "true"},
+        {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": endpoint},
+    ]
+    for manifest in manifests:
+        check(manifest)
+    said = [container["env"] for d in of_kind(manifests, "Deployment") for container in containers(pod_spec_of(d))]
+    assert sorted(said, key=len) == [tracing, [*tracing, *env]]
+    (limited,) = (m for m in of_kind(manifests, "NetworkPolicy") if "Egress" in m["spec"]["policyTypes"])
+    assert {"ports": [{"port": 4319}]} in limited["spec"]["egress"]
+
+
 @pytest.mark.parametrize(
     "values",
-    [{"gatway": {}}, {"gateway": {"replicas": "two"}}, {"image": {"repository": ""}}, {"gateway": {"confg": {}}}],
+    [
+        {"tracing": {"endpoint": "collector:4318"}},
+        {"gatway": {}},
+        {"gateway": {"replicas": "two"}},
+        {"image": {"repository": ""}},
+        {"gateway": {"confg": {}}},
+    ],
 )
 def test_mistyped_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(helm_python.HelmError):

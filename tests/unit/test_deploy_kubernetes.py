@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,35 @@ def test_no_right_is_for_more_than_our_namespace(epp: list[Manifest]) -> None:
     }
     assert not any(resource == "*" or verb in ("*", "delete", "patch") for resource, verb in granted)
     assert not any(resource in ("secrets", "configmaps") for resource, _ in granted)
+
+
+@pytest.mark.parametrize("overlay", ["gateway", "epp"])
+def test_with_tracing_spans_may_get_to_their_collector(overlay: str, tmp_path: Path) -> None:
+    here, there = tmp_path.resolve(), DEPLOY / "kustomize"
+    ours = {
+        "resources": [os.path.relpath(there / "overlays" / overlay, here)],
+        "components": [os.path.relpath(there / "components" / "tracing", here)],
+    }
+    (here / "kustomization.yaml").write_text(yaml.safe_dump(ours))
+    manifests = rendered(here)
+    for manifest in manifests:
+        check(manifest)
+    traced = [
+        spec["containers"][0]["env"]
+        for labels, spec in pods(manifests)
+        if labels["app.kubernetes.io/name"] == "warmroute"
+    ]
+    assert traced
+    for env in traced:
+        said = {each["name"]: each["value"] for each in env}
+        assert said["WARMROUTE_TRACING__ENABLED"] == "true"
+        port = int(said["OTEL_EXPORTER_OTLP_ENDPOINT"].rpartition(":")[2])
+        policy = named(manifests, "NetworkPolicy", "warmroute-gateway-to-collector")["spec"]
+        assert policy["egress"] == [{"ports": [{"port": port}]}]
+    limited = [m["spec"] for m in of_kind(manifests, "NetworkPolicy") if "Egress" in m["spec"]["policyTypes"]]
+    for labels, _ in pods(manifests):  # Who was free to connect anywhere still is.
+        rules_of = [policy["egress"] for policy in limited if selects(policy["podSelector"]["matchLabels"], labels)]
+        assert len(rules_of) in (0, 2)
 
 
 # ---- examples --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from scorer.types import ChangeKind, Role, WorkerChange
 
 HERE = "10.0.0.5"
 PREFILLER = "x-prefiller-host-port"
+KV_SOURCE = "x-kv-cache-source-host-port"
 
 
 class World:
@@ -117,6 +118,26 @@ def test_malformed_target_is_400_unless_another_is_good(value: str) -> None:
     assert world.fleet.workers == {}
     assert world.prefill(value, "10.1.0.2:8000") == ("10.1.0.2:8000",)
     assert world.count(PREFILLER, "malformed") == 2
+
+
+def test_to_look_changes_nothing_and_says_what_a_request_would_do() -> None:
+    world = World(most=1)
+    world.apply(WorkerChange(kind=ChangeKind.ADDED, worker="p1", url="http://10.9.0.1:8000", role=Role.PREFILL))
+
+    def look(*headers: tuple[str, str]) -> tuple[Hints, list[str]]:
+        return world.reader.look(request(*headers))
+
+    hints, notes = look((PREFILLER, "10.9.0.1:8000, 10.1.0.1:8000, evil:1"), (KV_SOURCE, "10.1.0.7:8200"))
+    assert (hints.prefill, hints.kv_source) == (("p1",), None)
+    assert [note.partition(":")[0] for note in notes] == [PREFILLER, PREFILLER, KV_SOURCE]
+    for note, part in zip(notes, ("not known yet", "pd.allow", "not known yet"), strict=True):
+        assert part in note
+    with pytest.raises(ApiError) as caught:
+        look((PREFILLER, "evil:1"))
+    assert caught.value.status == 403
+    assert list(world.fleet.workers) == ["p1"]
+    assert not any(sample.value for family in world.registry.collect() for sample in family.samples)
+    assert look()[1] == []
 
 
 def test_sampling_puts_a_random_target_first_and_keeps_the_others() -> None:

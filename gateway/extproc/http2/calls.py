@@ -39,9 +39,11 @@ class Call:
     at other times than from within what `Serving` hears.
     """
 
-    __slots__ = ("_begun", "_needed", "_parts", "_sending", "_size", "flush", "most_bytes", "over", "serving")
+    __slots__ = ("_begun", "_needed", "_parts", "_sending", "_size", "fields", "flush", "most_bytes", "over", "serving")
 
-    def __init__(self, sending: Sending, most_bytes: int, flush: Callable[[], None]) -> None:
+    def __init__(self, sending: Sending, most_bytes: int, flush: Callable[[], None], fields: Fields = ()) -> None:
+        """`fields`: the headers with which it was begun."""
+        self.fields = fields
         self._sending = sending
         self._begun = False
         self._parts: list[bytes] = []
@@ -151,7 +153,7 @@ class Calls:
         self._flush = flush
 
     def accept(self, sending: Sending, fields: Fields) -> Call:
-        call = Call(sending, self._most_bytes, self._flush)
+        call = Call(sending, self._most_bytes, self._flush, fields)
         said = dict(fields)
         if said.get(":method") != "POST" or not said.get("content-type", "").startswith(_TYPE):
             call.over = True

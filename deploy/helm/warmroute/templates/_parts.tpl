@@ -52,7 +52,11 @@ name: {{ .component }}
 image: "{{ .root.Values.image.repository }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}"
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 args: [{{ .component }}, --config, /etc/warmroute/{{ .component }}.yaml]
-{{- with $values.env }}
+{{- $tracing := list }}
+{{- with .root.Values.tracing.endpoint }}
+{{- $tracing = list (dict "name" "WARMROUTE_TRACING__ENABLED" "value" "true") (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "value" .) }}
+{{- end }}
+{{- with concat $tracing $values.env }}
 env: {{- toYaml . | nindent 2 }}
 {{- end }}
 resources: {{- toYaml $values.resources | nindent 2 }}
