@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 # name -> (module with `main(args) -> int`, what it measures)
 BENCHES: dict[str, tuple[str, str]] = {
     "trace": ("bench.trace", "fleets in simulated time: traces, arms, targets"),
+    "scale": ("bench.scale.command", "what changes with size: several replicas, in simulated time"),
     "proxy": ("bench.proxy.command", "routers by themselves: CPU per request and per streamed chunk"),
     "epp": ("bench.epp.command", "the endpoint picker behind a real Envoy: CPU per request and per streamed chunk"),
-    "scale": ("bench.scale.command", "what changes with size: several replicas, in simulated time"),
     "page": ("bench.page", "what it costs a gateway that its page is watched"),
     "micro": ("bench.micro", "index and planner operations on one core"),
 }
