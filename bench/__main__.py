@@ -10,6 +10,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "scale": ("bench.scale.command", "what changes with size: several replicas, in simulated time"),
     "proxy": ("bench.proxy.command", "routers by themselves: CPU per request and per streamed chunk"),
     "epp": ("bench.epp.command", "the endpoint picker behind a real Envoy: CPU per request and per streamed chunk"),
+    "indexer": ("bench.indexer", "the index as a service: lookups over gRPC, what a copy takes"),
     "page": ("bench.page", "what it costs a gateway that its page is watched"),
     "micro": ("bench.micro", "index and planner operations on one core"),
 }

@@ -25,6 +25,7 @@ COMMANDS: dict[str, Command] = {
     "epp": Command("gateway.epp.run:main", "pick endpoints for Envoy (ext_proc, Gateway API Inference Extension)"),
     "explain": Command("gateway.debug.explain:main", "ask a running gateway where a request would go, and why"),
     "gateway": Command("gateway.run:main", "serve the OpenAI API in front of vLLM workers"),
+    "indexer": Command("gateway.indexservice.run:main", "keep the index for several gateways, and serve it over gRPC"),
     "record": Command("gateway.record.command:main", "write a trace of what a running gateway is asked"),
     "replay-events": Command("gateway.replay_events:main", "feed recorded KV events (FILE or -) to the index"),
     "sidecar": Command("gateway.sidecar.run:main", "serve the engine of a decode pod; prefill may run elsewhere"),

@@ -33,6 +33,8 @@ from gateway.engine.scraper import Scraper, ScrapeSettings
 from gateway.engine.tokenizers import EngineTokenizers
 from gateway.handoff.assembly import assemble
 from gateway.handoff.pairing import Pairing
+from gateway.indexservice.query import QueryLink
+from gateway.indexservice.source import LinkMetrics, index_of
 from gateway.learned import LearnedFile, learned_path
 from gateway.leaving import Leaving
 from gateway.proxy.holders import ResponseHolders
@@ -46,13 +48,12 @@ from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
 from gateway.tls import client_context
 from gateway.tokens import TokenService, TokenSettings
-from indexer import PrefixIndex
 from scorer.cost import CostModel
 from scorer.fleet import Fleet
 from scorer.kind import EngineKind
 from scorer.planner import Planner
 from scorer.sessions import SessionSettings
-from scorer.types import ChangeKind, EngineStats, WorkerChange
+from scorer.types import ChangeKind, EngineStats, RequestFacts, WorkerChange
 
 if TYPE_CHECKING:
     from gateway.replicas import Replicas
@@ -69,18 +70,17 @@ _MAX_PACE = 100.0
 class Core:
     """Create it inside a running event loop; `start`, then `follow` a discovery, at the end `close`."""
 
-    def __init__(self, config: Config, *, rng: random.Random | None = None, retries: bool = True) -> None:
+    def __init__(
+        self, config: Config, *, rng: random.Random | None = None, retries: bool = True, tokenizes: bool = True
+    ) -> None:
         """`retries`: a request is sent on when its worker does not answer, so that one may find out whether it does
-        again. Else none goes to a worker whose metrics cannot be read, as long as there is another.
+        again. Else none goes to a worker whose metrics cannot be read, as long as there is another. `tokenizes`: False
+        where no prompts come in.
         """
         self.config = config
         self.rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
         self.fleet = Fleet()
-        self.index = PrefixIndex(
-            budget_bytes=config.index.budget_bytes,
-            orphan_blocks=config.index.orphan_blocks,
-            removal_mode=config.index.removal_mode,
-        )
+        self.index, self.link = index_of(config, self.rng)
         self.planner = Planner(
             self.fleet,
             self.index,
@@ -122,6 +122,7 @@ class Core:
             holder_of=self.holders.find,
             look_again=self.look_again,
             try_unknown=config.gateway.unknown_models == "try",
+            ask=self.link.ask if isinstance(self.link, QueryLink) else None,
         )
         self.up = Available(self.fleet.workers, self.available, None if retries else self._is_reachable)
         self.tenancy = Tenancy.of(config.tenancy, os.environ)
@@ -177,7 +178,11 @@ class Core:
             on_date=lambda worker, date: self.handoffs.clock.seen(worker, date),
         )
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
-        self.publishing = Publishing(config.events, self.planner)
+        self._tokenizes = tokenizes
+        self.publishing = Publishing(config.events, self.planner, self.link)
+        if self.link is not None:
+            self.others_degraded.append(self.link.degraded)
+            self.metrics.registry.register(LinkMetrics(self.link))
         self.ingest = self.publishing.ingest
         self.replicas: Replicas | None = None
         """Who shares what is in flight with others, if anybody."""
@@ -191,7 +196,7 @@ class Core:
                 self.metrics.registry,
                 self.rng,
                 session_idle_s=config.scorer.session_idle_s,
-                ingest=self.publishing.ingest,
+                ingest=self.publishing.own,
             )
             self.others_degraded.append(self.replicas.degraded)
 
@@ -272,6 +277,10 @@ class Core:
         """Whether its engine has answered a scrape since then."""
         known = self.fleet.workers.get(worker)
         return known is not None and known.stats is not None and known.stats.scraped_at_s >= since_s
+
+    def index_note(self, facts: RequestFacts) -> str | None:
+        """What the reason of a decision is to say of where the index comes from."""
+        return None if self.link is None else self.link.note(facts)
 
     def cache_cleared(self, worker: str) -> None:
         """Its prefix cache was emptied, which the engine itself announces only with its next request."""
@@ -432,11 +441,15 @@ class Core:
         saved = await replicas.saved(worker, ranks)
         change, capabilities = self._changes.get(worker), self.capabilities.get(worker)
         if change is not None and capabilities is not None:
-            self.publishing.subscribe(change, capabilities.event_sources or {}, saved)
+            if self.publishing.own is not None:
+                self.publishing.own.begin_with(worker, saved)
+            self.publishing.subscribe(change, capabilities.event_sources or {})
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def _declare_models(self) -> None:
+        if not self._tokenizes:
+            return
         changes = self._changes.items()
         addresses = {name: (it.url, it.server_name) for name, it in changes if it.url is not None}
         self._tokenizers.declare(addresses, self.capabilities)

@@ -19,25 +19,45 @@ _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*(?=
 
 def fields(content_type: str, body: bytes, names: frozenset[str]) -> dict[str, str]:
     """Those fields of `names` that were found, the last of each, as engines read them. Without a boundary, none."""
+    wanted = {name.encode(): name for name in names}
+    return {
+        wanted[name]: body[start:end].decode("utf-8", "replace")
+        for name, start, end in _found(content_type, body)
+        if name in wanted
+    }
+
+
+def with_field(content_type: str, body: bytes, name: str, value: str) -> bytes:
+    """The body with another value of a field, wherever it was found. Raises ValueError for one that no field can
+    hold.
+    """
+    new = value.encode()
+    if b"\r\n--" in new:
+        raise ValueError("a value that may end its part")
+    out, at = [], 0
+    for found, start, end in _found(content_type, body):
+        if found == name.encode() and start >= at:
+            out += [body[at:start], new]
+            at = end
+    return b"".join([*out, body[at:]])
+
+
+def _found(content_type: str, body: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Name, begin and end of the value, of each text field near an end of the body."""
     boundary = _parameters(content_type.encode("utf-8", "surrogateescape")).get(b"boundary", b"")
     if not 0 < len(boundary) <= _LONGEST_BOUNDARY:
-        return {}
-    delimiter = b"\r\n--" + boundary
-    if len(body) <= 2 * WINDOW_BYTES:
-        windows = [b"\r\n" + body]
-    else:
-        windows = [b"\r\n" + body[:WINDOW_BYTES], body[-WINDOW_BYTES:]]
-    wanted = {name.encode(): name for name in names}
-    found: dict[str, str] = {}
-    for window in windows:
-        for name, value in _texts(window, delimiter):
-            if name in wanted:
-                found[wanted[name]] = value.decode("utf-8", "replace")
-    return found
+        return
+    windows = [(0, b"\r\n" + body)]
+    if len(body) > 2 * WINDOW_BYTES:
+        last = len(body) - WINDOW_BYTES
+        windows = [(0, b"\r\n" + body[:WINDOW_BYTES]), (last + 2, body[last:])]
+    for begins, window in windows:
+        for name, start, end in _texts(window, b"\r\n--" + boundary):
+            yield name, begins + start - 2, begins + end - 2
 
 
-def _texts(window: bytes, delimiter: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Name and value of the parts that lie in `window` from delimiter to delimiter and are no files."""
+def _texts(window: bytes, delimiter: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """The parts that lie in `window` from delimiter to delimiter and are no files."""
     at = window.find(delimiter)
     while at >= 0:
         start = at + len(delimiter)
@@ -53,7 +73,7 @@ def _texts(window: bytes, delimiter: bytes) -> Iterator[tuple[bytes, bytes]]:
         line_end = window.find(b"\r\n", disposition.end(), head_end + 2)
         parameters = _parameters(window[disposition.end() : line_end])
         if b"name" in parameters and b"filename" not in parameters and b"filename*" not in parameters:
-            yield parameters[b"name"], window[head_end + 4 : at]
+            yield parameters[b"name"], head_end + 4, at
 
 
 def _parameters(header: bytes) -> dict[bytes, bytes]:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from gateway.config.schema import EventsConfig
 from gateway.engine.capabilities import EventSource
 from gateway.engine.feed import FeedStatus, IngestSettings
+from gateway.engine.intake import Intake, Link
 from gateway.engine.silence import Silence
 from gateway.engine.subscriber import EventIngest
-from indexer import EventBatch, SavedRank
+from indexer import EventBatch
 from scorer.fleet import Worker
 from scorer.planner import Planner
 from scorer.types import WorkerChange
@@ -24,7 +25,8 @@ EVENTS_UP = frozenset({"connected", "listening"})
 class Publishing:
     """Create it inside a running event loop."""
 
-    def __init__(self, events: EventsConfig, planner: Planner) -> None:
+    def __init__(self, events: EventsConfig, planner: Planner, link: Link | None = None) -> None:
+        """`link`: to an indexer, which follows the engines in place of this process."""
         self._shared = events.mode == "bind"
         self._planner = planner
         self._loop = asyncio.get_running_loop()
@@ -34,8 +36,18 @@ class Publishing:
         self._told: set[tuple[str, int]] = set()
         """Ranks whose silence is in the log."""
         self._told_refused: set[str] = set()
-        self.ingest = EventIngest(
-            planner.index,
+        self._link = link
+        self.own = self._own(events) if link is None else None
+        """Where this process follows the engines itself."""
+        intake: Intake | None = self.own or link
+        assert intake is not None  # noqa: S101 - one of the two
+        self.ingest: Intake = intake
+        if link is not None:
+            link.on_news, link.on_clear = self._news, self._index_cleared
+
+    def _own(self, events: EventsConfig) -> EventIngest:
+        return EventIngest(
+            self._planner.index,
             bind_endpoint=events.bind_endpoint if self._shared else None,
             settings=IngestSettings(
                 replay_timeout_s=events.replay_timeout_s,
@@ -46,25 +58,19 @@ class Publishing:
             on_clear=self._index_cleared,
         )
 
-    def subscribe(
-        self, change: WorkerChange, sources: Mapping[int, EventSource], saved: Mapping[int, SavedRank] | None = None
-    ) -> None:
-        """`saved`: of some ranks, what another replica knew of them, to go on from.
-
-        Where a key or discovery names an endpoint, it counts; further ranks follow on the ports after it (vLLM's
+    def subscribe(self, change: WorkerChange, sources: Mapping[int, EventSource]) -> None:
+        """Where a key or discovery names an endpoint, it counts; further ranks follow on the ports after it (vLLM's
         own rule).
         """
         worker = change.worker
         for rank in sorted(sources) or [change.rank]:
             source = sources.get(rank)
-            known = None if saved is None else saved.get(rank)
             if change.events_endpoint is not None:
                 self.ingest.add(
                     worker,
                     rank,
                     _port_after(change.events_endpoint, rank),
                     change.replay_endpoint and _port_after(change.replay_endpoint, rank),
-                    saved=known,
                 )
             elif self._shared and (source is None or source.engine_connects):
                 self.ingest.add(
@@ -73,10 +79,9 @@ class Publishing:
                     None,
                     source.replay_endpoint if source else None,
                     topic=source.topic or None if source else None,
-                    saved=known,
                 )
             elif source is not None and source.endpoint is not None and not source.engine_connects:
-                self.ingest.add(worker, rank, source.endpoint, source.replay_endpoint, saved=known)
+                self.ingest.add(worker, rank, source.endpoint, source.replay_endpoint)
 
     def forget(self, worker: str) -> None:
         self.ingest.remove(worker)
@@ -148,11 +153,14 @@ class Publishing:
         worker.publishes_events = publishing
         if publishing:
             self._planner.holdings.approximate.clear(worker.name)  # From now on its own events speak for it.
-        else:
+        elif self._link is None or not self._link.is_stale:  # Which is told once, and not for each worker.
             _log.warning("the KV events of %s stopped; what it is sent is assumed to be cached instead", worker.name)
 
     def _batch_arrived(self, worker: str, rank: int, batch: EventBatch) -> None:
         """In the ingest thread."""
+        self._news(worker, rank)
+
+    def _news(self, worker: str, rank: int) -> None:
         if (worker, rank) not in self._heard:
             self._loop.call_soon_threadsafe(self._began, worker, rank)
 

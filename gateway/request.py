@@ -90,10 +90,12 @@ class RequestReader:
         holder_of: HolderOf | None = None,
         look_again: Callable[[], Awaitable[None]] | None = None,
         try_unknown: bool = False,
+        ask: Callable[[RequestFacts], Awaitable[None]] | None = None,
     ) -> None:
         """`holder_of(response_id, headers)` says where a stored response is, or raises what the client is told.
         `look_again` brings the fleet's models up to date. `try_unknown`: a model that nobody lists is taken for an
-        adapter of the only base model, which an engine may load when it is asked.
+        adapter of the only base model, which an engine may load when it is asked. `ask` asks who holds a prompt, where
+        that is not known in this process.
         """
         self._session_header = session_header.lower()
         self._fleet = fleet
@@ -101,6 +103,7 @@ class RequestReader:
         self.slo = slo or Slo()
         self._holder_of = holder_of
         self._look_again = look_again
+        self._ask = ask
         self._try_unknown = try_unknown
         self._large_at_once = asyncio.Semaphore(_LARGE_AT_ONCE)
 
@@ -134,6 +137,8 @@ class RequestReader:
         else:
             fields, left_out, cut_tokens = await self._large(body, kind)
         facts = await self._read(request_id, kind, body, headers, fields, left_out, cut_tokens)
+        if self._ask is not None:
+            await self._ask(facts)
         if kind == "responses" and isinstance(previous := fields.get("previous_response_id"), str) and previous:
             return await self._follow_up(facts, previous, headers)
         return facts

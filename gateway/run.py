@@ -25,7 +25,7 @@ _POLICY = "cost"
 class Gateway(Service):
     """One listener in front of all workers. Hint headers are obeyed only where the policy is `header`."""
 
-    foreign_sections = ("sidecar", "epp")
+    foreign_sections = ("sidecar", "epp", "indexer")
     changes_workers = True
 
     def __init__(self, config: Config) -> None:

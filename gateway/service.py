@@ -107,6 +107,7 @@ class Service:
                 heard_since=core.heard_since,
                 sent=core.publishing.sent,
                 unsent=core.publishing.unsent,
+                index_note=core.index_note,
                 hints=no_hints if hints is None else hints.read,
                 unreachable_status=unreachable_status,
                 queue=core.queue,

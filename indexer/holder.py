@@ -97,6 +97,7 @@ class HolderState:
         "entries",
         "group_counts",
         "ignored",
+        "is_retired",
         "loose",
         "maps",
         "orphans",
@@ -125,6 +126,8 @@ class HolderState:
         """Former orphans whose parent has come: (run, the parent's hash, blocks already placed)."""
         self.tiered = False
         """Whether it ever held blocks below the GPU in this epoch."""
+        self.is_retired = False
+        """Whether another state has taken its place, so that its blocks only wait to be swept."""
         self.entries = 0
         self.batches = 0
         self.stored = 0

@@ -148,6 +148,8 @@ class Ingest:
         if name not in learned and len(learned) < _MAX_ADAPTERS:
             learned.add(name)
             self._table.version += 1
+            if self._table.journal is not None:
+                self._table.journal.learned(worker, name)
 
     def _store_new(
         self,

@@ -9,7 +9,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Any
 
@@ -17,6 +17,7 @@ from indexer.events import EventBatch
 from indexer.held import HeldBlocks, packed
 from indexer.holder import CPU, DISK, GPU, MAX_GROUPS, TIER_NAMES
 from indexer.ingest import MAX_BLOCK_SIZE, Ingest
+from indexer.journal import Journal
 from indexer.keys import Tokens
 from indexer.match import Holder, Match
 from indexer.plane import NO_PARENT, Chain, joint_depths
@@ -56,6 +57,14 @@ class PrefixIndex:
         self._version = 0
         self._lookups = 0
         self._refused_ranks = 0
+
+    def keep_journal(self, wake: Callable[[], None], *, most_blocks: int = 1 << 22) -> Journal:
+        """From now on what changes is noted, for copies (`Replica`)."""
+        with self._lock:
+            self._table.journal = journal = Journal(
+                self._table, self._lock, self._ingest.adapters, most_blocks=most_blocks, wake=wake
+            )
+        return journal
 
     def set_worker(
         self,

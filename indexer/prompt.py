@@ -16,7 +16,7 @@ class Prompt:
     MediaSpan. Raises ValueError for ids that are not uint32.
     """
 
-    __slots__ = ("_chains", "cache_salt", "data", "extra_keys")
+    __slots__ = ("_chains", "_keyed", "cache_salt", "data", "extra_keys")
 
     def __init__(
         self, tokens: Tokens, *, cache_salt: str | None = None, extra_keys: Sequence[Any] | None = None
@@ -25,6 +25,16 @@ class Prompt:
         self.cache_salt = cache_salt
         self.extra_keys = extra_keys
         self._chains: dict[tuple[str | int | None, int], Chain] = {}
+        self._keyed: Chain | None = None
+
+    @classmethod
+    def of_keys(cls, keys: Sequence[int], block_size: int) -> Prompt:
+        """A prompt of which only its block keys are known, for one block size and whichever adapter they are of."""
+        prompt = cls(b"")
+        prompt._keyed = Chain(0, b"", block_size, {})
+        prompt._keyed.keys += keys
+        prompt._keyed.n_blocks = len(prompt._keyed.keys)
+        return prompt
 
     @property
     def n_tokens(self) -> int:
@@ -32,6 +42,8 @@ class Prompt:
 
     def chain(self, adapter: str | int | None, block_size: int) -> Chain:
         """The keys of this prompt under `adapter` (None: the base model), in blocks of `block_size` tokens."""
+        if self._keyed is not None and self._keyed.block_size == block_size:
+            return self._keyed
         chain = self._chains.get((adapter, block_size))
         if chain is None:
             name = adapter if isinstance(adapter, str) else None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from indexer.holder import GPU, MAX_COPIES, TIER_NAMES, EntryMap, HolderState
 from indexer.match import Holder
 from indexer.orphans import Run
 from indexer.plane import Plane
+
+if TYPE_CHECKING:
+    from indexer.journal import Journal
 
 SLICE_BLOCKS = 128
 """No lock is held for more blocks than this at a time."""
@@ -38,6 +42,8 @@ class Table:
         self.physical = physical
         self.modes: dict[str, bool] = {}
         """Workers whose removals differ from `physical`."""
+        self.journal: Journal | None = None
+        """Who is told of what changes."""
         self.planes = [Plane(linked=tier == GPU) for tier in range(len(TIER_NAMES))]
         self.states: dict[Holder, HolderState] = {}
         self.retired: list[HolderState] = []
@@ -73,12 +79,15 @@ class Table:
             fresh = state.next_epoch(state.bit)
         else:
             self._retire(state)
+            if self.journal is not None:
+                self.journal.cleared(state)
             fresh = state.next_epoch(self._take_bit())
         self.states[holder] = self._by_bit[fresh.bit] = fresh
         self.version += 1
 
     def _retire(self, state: HolderState) -> None:
         self.orphan_bytes -= state.orphans.bytes
+        state.is_retired = True
         self.retired.append(state)
         del self._by_bit[state.bit]
         self.version += 1
@@ -184,9 +193,16 @@ class Table:
 
     def remove_worker(self, worker: str) -> None:
         for holder in [h for h in self.states if h[0] == worker]:
-            self._retire(self.states.pop(holder))
+            self.remove_holder(holder)
         self.modes.pop(worker, None)
         self.version += 1
+
+    def remove_holder(self, holder: Holder) -> None:
+        state = self.states.pop(holder, None)
+        if state is not None:
+            self._retire(state)
+            if self.journal is not None:
+                self.journal.gone(state)
 
     def holders(self, mask: int) -> tuple[Holder, ...]:
         """The holders whose bits are in `mask`."""
@@ -207,6 +223,8 @@ class Table:
         if not plane.add(key, parent, held, state.bit, state.loose[entries.tier]):
             shared = state.shared[entries.tier]
             shared[key] = shared.get(key, 0) + 1
+        elif self.journal is not None:
+            self.journal.stored(state, entries.tier, entries.block_size, parent, [key])
 
     def add_entries(
         self, state: HolderState, entries: EntryMap, hashes: list[int], keys: list[int], parent: int, held: bool
@@ -219,6 +237,8 @@ class Table:
         for key in self.planes[tier].add_chain(keys, parent, held, state.bit, state.loose[tier]):
             shared = state.shared[tier]
             shared[key] = shared.get(key, 0) + 1
+        if self.journal is not None:
+            self.journal.stored(state, tier, entries.block_size, parent, keys)
 
     @staticmethod
     def count_copy(entries: EntryMap, h: int, count: bool, copies: int = 1) -> None:
@@ -241,3 +261,5 @@ class Table:
                 del shared[key]
         else:
             self.planes[tier].remove(key, state.bit, state.loose[tier])
+            if self.journal is not None and not state.is_retired:
+                self.journal.removed(state, tier, key)

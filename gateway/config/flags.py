@@ -49,6 +49,14 @@ EPP_ALIASES: Aliases = {
     ("epp", "fallback_endpoints"): ("--fallback-endpoints",),
     ("epp", "conformance"): ("--conformance",),
 }
+INDEXER_ALIASES: Aliases = {
+    ("indexer", "host"): ("--host",),
+    ("indexer", "port"): ("--port",),
+    ("indexer", "socket"): ("--socket",),
+    ("indexer", "metrics_port"): ("--metrics-port",),
+    ("indexer", "admin_host"): ("--admin-host",),
+    ("indexer", "admin_port"): ("--admin-port",),
+}
 _ROLES = {"--prefill": "prefill", "--decode": "decode", "--worker-urls": None}
 
 

@@ -8,7 +8,16 @@ from msgspec import Struct
 
 from gateway.config.keys import Path, dotted, fields_of
 from gateway.config.read import Problem, Reader, Text, Values
-from gateway.config.schema import Config, EppConfig, KubernetesConfig, PdConfig, SidecarConfig, Worker
+from gateway.config.schema import (
+    Config,
+    EppConfig,
+    IndexConfig,
+    IndexerConfig,
+    KubernetesConfig,
+    PdConfig,
+    SidecarConfig,
+    Worker,
+)
 from gateway.errors import UserError
 from gateway.sidecar.allow import parse_entry
 from scorer.disaggregation import parse_policy
@@ -97,6 +106,8 @@ def _cross_checks(config: Config) -> Iterator[tuple[Path, str]]:
         yield ("scorer", "session_affinity"), f"prefer changes prices, which policy {config.scorer.policy} ignores"
     yield from _sidecar(config.sidecar)
     yield from _picker(config.epp)
+    yield from _index(config.index)
+    yield from _indexer(config.indexer)
     yield from _disaggregation(config.pd)
     for given, missing in (("cert", "key"), ("key", "cert")):
         if getattr(config.tls, given) is not None and getattr(config.tls, missing) is None:
@@ -145,6 +156,25 @@ def _picker(epp: EppConfig) -> Iterator[tuple[Path, str]]:
         taken.add(port)
     if epp.admin_port and epp.admin_port in taken and _overlap(epp.host, epp.admin_host):
         yield ("epp", "admin_port"), f"is another port of the picker too ({epp.admin_port})"
+
+
+def _index(index: IndexConfig) -> Iterator[tuple[Path, str]]:
+    service = index.service
+    if index.source == "service" and not service.addresses:
+        yield ("index", "service", "addresses"), "is needed when index.source is service"
+    for given, missing in (("cert", "key"), ("key", "cert")):
+        if getattr(service, given) is not None and getattr(service, missing) is None:
+            yield ("index", "service", missing), f"is needed with index.service.{given}"
+
+
+def _indexer(indexer: IndexerConfig) -> Iterator[tuple[Path, str]]:
+    if indexer.port is None and indexer.socket is None:
+        yield ("indexer", "socket"), "is needed where indexer.port is null"
+    if indexer.port and indexer.port == indexer.metrics_port:
+        yield ("indexer", "metrics_port"), f"is indexer.port too ({indexer.port})"
+    taken = {indexer.port, indexer.metrics_port}
+    if indexer.admin_port and indexer.admin_port in taken and _overlap(indexer.host, indexer.admin_host):
+        yield ("indexer", "admin_port"), f"is another port of the indexer too ({indexer.admin_port})"
 
 
 def _disaggregation(pd: PdConfig) -> Iterator[tuple[Path, str]]:

@@ -65,6 +65,10 @@ def _secure_serving(taken: Taken, values: list[str]) -> None:
         taken.set(("epp", "tls"), "off")
 
 
+def _emit_scores(taken: Taken, values: list[str]) -> None:
+    taken.set(("epp", "emit_scores"), str(_is_true("--emit-endpoint-scores", values)).lower())
+
+
 def _cert_path(taken: Taken, values: list[str]) -> None:
     folder = values[-1].rstrip("/")
     taken.set(("tls", "cert"), f"{folder}/tls.crt")
@@ -98,7 +102,14 @@ def _rows() -> Iterator[Flag]:
     )
     yield _told("enable-cert-reload", "certificates are always reloaded", "?")
     yield _told("disable-endpoint-subset-filter", "a hint at a subset is always followed", "?")
-    yield _told("emit-endpoint-scores", "prices are shown by `/debug/explain`, in seconds".replace("`", ""), "?")
+    yield _flag(
+        "emit-endpoint-scores",
+        "`epp.emit_scores`; a score is 1 / (1 + predicted seconds)",
+        _emit_scores,
+        kind=Kind.NEAR,
+        nargs="?",
+        example="",
+    )
     yield _told("metrics-endpoint-auth metrics-client-ca-file", "/metrics is open to who reaches epp.metrics_port", "?")
     yield _told("grpc-max-recv-msg-size grpc-max-send-msg-size", "gateway.max_body_bytes bounds bodies")
     yield _told("tls-min-version tls-cipher-suites", "what gRPC's own library offers")

@@ -48,6 +48,13 @@ Address = Annotated[
     str,
     Meta(pattern=rf"^{_HOST}(?::{_PORT})?$", extra={"expected": "host or host:port ([address]:port for IPv6)"}),
 ]
+RpcAddress = Annotated[
+    str,
+    Meta(
+        pattern=rf"^(unix:/\S+|{_HOST}:{_PORT})$",
+        extra={"expected": "host:port ([address]:port for IPv6) or unix:/PATH"},
+    ),
+]
 HeaderName = Annotated[
     str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", extra={"expected": "the name of an HTTP header"})
 ]
@@ -296,6 +303,13 @@ class EppConfig(_Section, frozen=True):
             "fail on one.",
         ),
     ] = 0
+    emit_scores: Annotated[
+        bool,
+        Meta(
+            description="Tell the proxy, in dynamic metadata, what the best endpoints are worth: 1 / (1 + predicted "
+            "seconds)."
+        ),
+    ] = False
     objectives: Annotated[
         tuple[NonEmpty, ...],
         Meta(description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first."),
@@ -311,6 +325,39 @@ class EppConfig(_Section, frozen=True):
             "response names the endpoint that served, and load alone decides otherwise."
         ),
     ] = False
+
+
+class IndexerConfig(_Section, frozen=True):
+    """The index as a service (`warmroute indexer`). TLS is that of the section tls."""
+
+    host: Annotated[NonEmpty, Meta(description="Address of gRPC and of /metrics.")] = "0.0.0.0"  # noqa: S104
+    port: Annotated[Port | None, Meta(description="Port of gRPC; 0 takes a free one, null: only the socket.")] = 9010
+    socket: Annotated[
+        NonEmpty | None, Meta(description="Path of a Unix socket that speaks gRPC too, without TLS; null: none.")
+    ] = None
+    client_ca: Annotated[
+        NonEmpty | None,
+        Meta(description="PEM file with the CAs of clients; with it only those with a certificate are served."),
+    ] = None
+    metrics_port: Annotated[
+        Port, Meta(description="Port of /metrics, /readyz, /livez and /health; 0 takes a free one.")
+    ] = 9011
+    admin_host: Annotated[
+        NonEmpty, Meta(description="Address of the indexer's own /debug; loopback unless you decide otherwise.")
+    ] = "127.0.0.1"
+    admin_port: Annotated[Port, Meta(description="Port of the indexer's own /debug; 0 takes a free one.")] = 9012
+    history_bytes: Annotated[
+        int, Meta(ge=1 << 16, description="Latest changes kept for watchers to go on from; slower ones begin anew.")
+    ] = 64 << 20
+    digest_interval_s: Annotated[
+        float, Meta(ge=1, description="Period of summing up each worker's blocks, by which copies check themselves.")
+    ] = 30.0
+    write_timeout_s: Annotated[Seconds, Meta(description="A watcher that takes no message for so long is cut off.")] = (
+        30.0
+    )
+    warm_up_s: Annotated[
+        Seconds, Meta(description="Longest time after the start to catch up with the engines before answering.")
+    ] = 30.0
 
 
 class PdConfig(_Section, frozen=True):
@@ -387,8 +434,41 @@ class EventsConfig(_Section, frozen=True):
     ] = 10_000
 
 
+class IndexServiceConfig(_Section, frozen=True):
+    """Where `warmroute indexer` is, for index.source: service."""
+
+    addresses: Annotated[
+        tuple[RpcAddress, ...],
+        Meta(description="Indexers, the one to prefer first: host:port, or unix:PATH on this host."),
+    ] = ()
+    mode: Annotated[
+        Literal["replica", "query"],
+        Meta(description="replica: keep a copy and decide in this process; query: ask once for each request."),
+    ] = "replica"
+    budget_ms: Annotated[
+        Seconds, Meta(description="Longest wait for an answer, in mode query; past it what is known here decides.")
+    ] = 5.0
+    tls: Annotated[bool, Meta(description="Speak TLS to host:port.")] = False
+    ca: Annotated[
+        NonEmpty | None, Meta(description="PEM file with the CAs that indexers are checked by; null: gRPC's own.")
+    ] = None
+    cert: Annotated[
+        NonEmpty | None, Meta(description="PEM file with the certificate to show to indexers that ask for one.")
+    ] = None
+    key: Annotated[NonEmpty | None, Meta(description="PEM file with the key of index.service.cert.")] = None
+    server_name: Annotated[
+        NonEmpty | None, Meta(description="Name that indexers' certificates are checked by; null: the host.")
+    ] = None
+
+
 class IndexConfig(_Section, frozen=True):
     """The prefix index."""
+
+    source: Annotated[
+        Literal["local", "service"],
+        Meta(description="local: subscribe to the engines' KV events here; service: let index.service do so."),
+    ] = "local"
+    service: IndexServiceConfig = IndexServiceConfig()
 
     budget_bytes: Annotated[
         int, Meta(ge=1 << 20, description="Memory the index may use; the coldest blocks are dropped beyond it.")
@@ -605,6 +685,7 @@ class Config(_Section, frozen=True):
     gateway: GatewayConfig = GatewayConfig()
     sidecar: SidecarConfig = SidecarConfig()
     epp: EppConfig = EppConfig()
+    indexer: IndexerConfig = IndexerConfig()
     workers: Annotated[
         tuple[Worker, ...],
         Meta(description="Engine servers known from the start: URLs, or objects with these keys.", extra=LIVE),

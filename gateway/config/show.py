@@ -22,20 +22,23 @@ def default_yaml() -> str:
     """Every key, its default and its meaning, as YAML that reads back as the default."""
     lines = [_HEAD]
     for key in fields_of(Config).values():
-        if key.section:
-            lines += [f"# {key.description}", f"{key.name}:"]
-            for inner in fields_of(key.section).values():
-                lines += [f"  {line}" for line in _key_lines(inner)]
-        else:
-            lines += _key_lines(key)
-            if key.is_workers:
-                lines += [f"#   {line}" for k in fields_of(Worker).values() for line in _key_lines(k)]
+        lines += _lines(key)
+        if key.is_workers:
+            lines += [f"#   {line}" for k in fields_of(Worker).values() for line in _key_lines(k)]
         lines.append("")
     return "\n".join(lines)
 
 
 def config_yaml(config: Config) -> str:
     return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
+
+
+def _lines(key: Key) -> list[str]:
+    """Of a key, or of a section and all in it."""
+    if not key.section:
+        return _key_lines(key)
+    inner = [line for inner in fields_of(key.section).values() for line in _lines(inner)]
+    return [f"# {key.description}", f"{key.name}:", *(f"  {line}" for line in inner)]
 
 
 def _key_lines(key: Key) -> list[str]:

@@ -50,6 +50,9 @@ DEGRADATIONS = (
     "tokens_slow",
     "learning_not_kept",
     "replicas_apart",
+    "indexer_lost",
+    "index_trimmed",
+    "index_differs",
     "queue_filling",
     "responses_unseen",
     "bodies_unseen",
@@ -204,6 +207,8 @@ def no_events(sources: Mapping[int, EventSource] | None) -> str:
 
 
 def _of_events(core: Core) -> Iterator[Degradation]:
+    if core.link is not None and core.link.is_stale:
+        return  # Which is told once, and not for each worker.
     feeds: dict[str, list[FeedStatus]] = {}
     for (name, _), feed in sorted(core.ingest.status().items()):
         feeds.setdefault(name, []).append(feed)
@@ -211,7 +216,7 @@ def _of_events(core: Core) -> Iterator[Degradation]:
         mine = feeds.get(name)
         if not mine:
             sources = core.capabilities[name].event_sources if name in core.capabilities else None
-            why = no_events(sources)
+            why = no_events(sources) if core.link is None else "the indexer hears nothing of a worker of that name"
             yield Degradation(what="events_missing", worker=name, detail=f"{why}; its cache is guessed from our sends")
             continue
         for feed in mine:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import zmq
@@ -88,6 +88,7 @@ class EventIngest:
         """Held while a batch is applied, so that after `remove` none is."""
         self._declared: dict[Holder, _Declared] = {}
         self._followed: set[str] = set()
+        self._to_resume: dict[Holder, SavedRank] = {}
         self._sources: dict[Holder, Source] = {}
         self._feeds = Feeds(settings)
         self._topics = Topics()
@@ -122,13 +123,12 @@ class EventIngest:
         *,
         topic: str | None = None,
         bind: bool = False,
-        saved: SavedRank | None = None,
     ) -> None:
         """Follow rank `rank` of `worker`. Adding the same again changes nothing; other endpoints replace the old ones.
 
         `endpoint` is connected to, or with `bind` opened for that one engine to connect to. None: its messages come in
-        at `bind_endpoint`, under `topic` (or one with the worker's name in it). With `saved` it goes on from there, if
-        the engine's history confirms it. Raises ValueError without a `bind_endpoint`.
+        at `bind_endpoint`, under `topic` (or one with the worker's name in it). Raises ValueError without a
+        `bind_endpoint`.
         """
         if endpoint is None and self._shared is None:
             raise ValueError(f"{worker} rank {rank} has no event endpoint, and there is no bind_endpoint either")
@@ -141,7 +141,12 @@ class EventIngest:
             self._followed.add(worker)
         if before is not None:
             self._turns.post(lambda: self._drop(worker, rank))
-        self._turns.post(lambda: self._open(worker, rank, declared, saved))
+        self._turns.post(lambda: self._open(worker, rank, declared))
+
+    def begin_with(self, worker: str, saved: Mapping[int, SavedRank]) -> None:
+        """What is known of ranks that are added next: they go on from there, if the engine's history confirms it."""
+        for rank, each in saved.items():
+            self._to_resume[worker, rank] = each
 
     def save(self, worker: str, rank: int, done: Callable[[SavedRank | None], None]) -> None:
         """`done` is called from the ingest thread with what is known of the rank; None where that has gaps."""
@@ -211,7 +216,7 @@ class EventIngest:
         finally:
             self._context.destroy(linger=0)
 
-    def _open(self, worker: str, rank: int, declared: _Declared, saved: SavedRank | None = None) -> None:
+    def _open(self, worker: str, rank: int, declared: _Declared) -> None:
         if declared.endpoint is not None:
             source = Source(self, declared.endpoint, bind=declared.bind, worker=worker, rank=rank)
         else:
@@ -223,6 +228,7 @@ class EventIngest:
             feed, squatter = self._feeds.declare(source, worker, rank, declared.replay_endpoint)
         if squatter is not None:
             self._close(squatter)
+        saved = self._to_resume.pop((worker, rank), None)
         if saved is not None:
             self._resume(feed, saved)
         if source is self._shared:

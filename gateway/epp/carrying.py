@@ -24,6 +24,17 @@ def plan_headers(plan: Plan, facts: RequestFacts, worker: Worker, places: Places
     return headers
 
 
+def scores(plan: Plan, places: Places) -> dict[str, float]:
+    """Of the endpoints considered, in (0, 1]: the sooner, the more."""
+    found: dict[str, float] = {}
+    for candidate in plan.considered:
+        endpoint = places.endpoint(candidate.decode[0])
+        if endpoint is not None:
+            score = 1 / (1 + max(0.0, candidate.price.total_s))
+            found[endpoint] = max(score, found.get(endpoint, 0.0))
+    return found
+
+
 def fallbacks(plan: Plan, places: Places, most: int) -> list[str]:
     """Endpoints of the next best decode workers, the best first."""
     found: dict[str, None] = {}

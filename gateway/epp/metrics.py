@@ -42,7 +42,9 @@ class EppMetrics:
             "warmroute_epp_unseen_bookings", "Of those, the bookings not yet given back.", registry=registry
         )
         self.leads = Gauge(
-            "warmroute_epp_leads", "Whether this replica is the one to be asked (leader election).", registry=registry
+            "warmroute_epp_leads",
+            "Whether this replica is to be asked: it leads, or there is no leader election.",
+            registry=registry,
         )
         for family, values in (
             (self._outcomes, OUTCOMES),

@@ -19,9 +19,10 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 from multidict import CIMultiDict
 
+from gateway import form
 from gateway.config.schema import EppConfig
 from gateway.epp import carrying
-from gateway.epp.control import CHOSEN_BY_TEST, SERVED_FOR_TEST, Control, not_for_workers, read_control
+from gateway.epp.control import CHOSEN_BY_TEST, REWRITE, SERVED_FOR_TEST, Control, not_for_workers, read_control
 from gateway.epp.objectives import DEFAULT, Objectives
 from gateway.epp.parts import EppParts
 from gateway.epp.refusals import refusal
@@ -51,6 +52,8 @@ _ids = count(1)
 _WITHOUT_PROMPT = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 _UNKNOWN = Route(frozenset(), queued=False)
 _CANCEL = "/cancel"
+_ACCEPTS = "accept-encoding"
+_LONGEST_MODEL = 1024
 
 FindHolder = Callable[[str, Mapping[str, str]], Awaitable[Place]]
 
@@ -138,8 +141,14 @@ class PlannedPicker:
         """
         if control.model is None and not self._rewrites:
             return body, None
+        if control.model is not None and not _is_text(control.model):
+            no_text = BadRequest("The header that names the model is not UTF-8.", param=REWRITE[0])
+            raise steps.bad_request(self._parts, no_text)
         if is_encoded(headers):
             return body, None
+        content_type = headers.get("content-type", "")
+        if content_type[:10].lower() == "multipart/":
+            return self._renamed_form(content_type, body, control)
         if not is_takeable(body):
             too_many = BadRequest("The request body has too many members.", code="invalid_json")
             raise steps.bad_request(self._parts, too_many)
@@ -147,12 +156,31 @@ class PlannedPicker:
             asked = msgspec.json.decode(split(body).get("model", msgspec.Raw(b"null")))
         except (NotAnObject, msgspec.MsgspecError, UnicodeError):
             return body, None
-        if not isinstance(asked, str) or (not asked and control.model is None):
-            return body, None
-        target = control.model or self._rewrites.target(asked, self._parts.rng)
-        if target == asked:
+        target = self._target(asked, control)
+        if target is None:
             return body, None
         return with_member(body, "model", msgspec.json.encode(target)), (target, asked)
+
+    def _target(self, asked: object, control: Control) -> str | None:
+        """The model that is to serve; None: the one that is asked for. Raises ApiError."""
+        if not isinstance(asked, str) or (not asked and control.model is None):
+            return None
+        target = control.model or self._rewrites.target(asked, self._parts.rng)
+        if target == asked:
+            return None
+        if len(asked) > _LONGEST_MODEL:  # It would come back with every token.
+            raise steps.bad_request(self._parts, BadRequest("The model's name is too long.", param="model"))
+        return target
+
+    def _renamed_form(self, content_type: str, body: bytes, control: Control) -> tuple[bytes, tuple[str, str] | None]:
+        asked = form.fields(content_type, body, frozenset({"model"})).get("model")
+        target = self._target(asked, control)
+        if asked is None or target is None:
+            return body, None
+        try:
+            return form.with_field(content_type, body, "model", target), (target, asked)
+        except ValueError as exc:
+            raise steps.bad_request(self._parts, BadRequest(f"The model's name is {exc}.", param="model")) from None
 
 
 class _Picking:
@@ -291,7 +319,8 @@ class _Picking:
             self._record.prefill = plan.chosen.prefill[0]
         headers = carrying.plan_headers(plan, flight.facts, worker, shared.places, self._number)
         others = carrying.fallbacks(plan, shared.places, self._picker._settings.fallback_endpoints)
-        pick = self._pick((endpoint, *others), headers, body, rename)
+        scores = carrying.scores(plan, shared.places) if self._picker._settings.emit_scores else {}
+        pick = self._pick((endpoint, *others), headers, body, rename, scores)
         watch = Watched(
             shared,
             self._record,
@@ -338,7 +367,12 @@ class _Picking:
         return endpoint
 
     def _pick(
-        self, endpoints: tuple[str, ...], headers: dict[str, str], body: bytes, rename: tuple[str, str] | None
+        self,
+        endpoints: tuple[str, ...],
+        headers: dict[str, str],
+        body: bytes,
+        rename: tuple[str, str] | None,
+        scores: dict[str, float] | None = None,
     ) -> Callable[..., Pick]:
         """The pick but for its watch, which exists only when nothing can go wrong any more."""
         asked = self._ask.headers
@@ -348,6 +382,8 @@ class _Picking:
         headers.update(context)  # A proxy that traces says to the endpoint what it is part of; else we do.
         removed = [name for name in not_for_workers(asked) if name not in headers]
         removed += [name.lower() for name in asked if name not in self._headers]  # Who it is stays here.
+        if rename is not None and _ACCEPTS in asked:
+            removed.append(_ACCEPTS)  # In what is compressed no name can be put back.
         if TRACEPARENT in context and TRACESTATE not in context and TRACESTATE in asked:
             removed.append(TRACESTATE)  # Of another trace.
         return partial(
@@ -359,6 +395,7 @@ class _Picking:
             rename=rename,
             hide_headers=() if self._parts.response_headers else (OUTCOME_HEADER,),
             served_header=SERVED_FOR_TEST if self._picker._settings.conformance else None,
+            scores=scores or {},
         )
 
     def _note_overhead(self) -> None:
@@ -377,6 +414,15 @@ def route_of(path: str) -> Route:
         return route
     ends = [known for known in ROUTES if path.endswith(known)]
     return ROUTES[max(ends, key=len)] if ends else _UNKNOWN
+
+
+def _is_text(value: str) -> bool:
+    """Other bytes of a header come as lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _with_control(facts: RequestFacts, tenant: str | None, priority: int | None) -> RequestFacts:

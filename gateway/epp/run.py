@@ -50,7 +50,7 @@ class Epp(Service):
     sent to workers but what the gateway asks of engines itself.
     """
 
-    foreign_sections = ("sidecar",)
+    foreign_sections = ("sidecar", "indexer")
     hears_clients = False
 
     def __init__(self, config: Config) -> None:
@@ -59,6 +59,12 @@ class Epp(Service):
         config = _with_sidecar(config)
         if settings.tls != "files":  # tls.cert may be there for another face.
             config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, cert=None, key=None))
+        elif config.tls.cert is None:
+            raise UserError("epp.tls: files needs tls.cert and tls.key")
+        # What can be wrong comes before what has to be closed.
+        self.objectives = Objectives(read_objectives(settings.objectives))
+        self.rewrites = Rewrites(read_rewrites(settings.rewrites))
+        self.elector = elector_of(config.kubernetes, changed=lambda leads: self._metrics.leads.set(leads))
         core = Core(config, retries=False)
         super().__init__(
             core,
@@ -67,9 +73,8 @@ class Epp(Service):
             admin_port=settings.admin_port,
             controlled=lambda: sorted(core.fleet.workers),
         )
-        self.objectives = Objectives(read_objectives(settings.objectives))
-        self.rewrites = Rewrites(read_rewrites(settings.rewrites))
         metrics = self._metrics = EppMetrics(core.metrics.registry)
+        metrics.leads.set(self.elector is None)
         self.unseen = Unseen(core.fleet.workers, metrics, config.gateway.request_timeout_s)
         self.picker = PlannedPicker(
             EppParts(
@@ -102,7 +107,6 @@ class Epp(Service):
             ),
             self._is_ready,
         )
-        self.elector = elector_of(config.kubernetes, changed=metrics.leads.set)
         core.metrics.registry.register(StreamCounts(self.server.counts))
         core.others_degraded.append(self._degraded)
         self.listeners.append(
@@ -207,7 +211,7 @@ def _identity(kind: str, certificate: ServingCertificate | None) -> Identity | N
     if kind == "self_signed":
         return SelfSigned()
     if certificate is None:
-        raise UserError("epp.tls: files needs tls.cert and tls.key")
+        raise ValueError("files without a certificate")
     return Given(certificate)
 
 

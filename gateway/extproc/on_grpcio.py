@@ -12,6 +12,7 @@ from gateway.extproc.stream import METHOD, SERVICE, BrokenOff, Shared, Stream
 from gateway.extproc.tls import Identity
 from gateway.pb import ext_proc_pb2 as pb
 from gateway.pb import health_pb2
+from gateway.rpc import bind, host_port
 
 _WINDOW_BYTES = 1 << 20
 """Of what a proxy may send ahead on one stream."""
@@ -27,21 +28,18 @@ class GrpcioPort:
     ) -> None:
         self._identity = identity
         self._server = grpc.aio.server(options=_options(most_bytes))
-        handlers = [_health(ready)] if shared is None else [_process(shared), _health(ready)]
+        handlers = [health_handler(ready)] if shared is None else [_process(shared), health_handler(ready)]
         self._server.add_generic_rpc_handlers(handlers)
 
     async def start(self, host: str, port: int) -> int:
         """The port it has. Raises OSError."""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if self._identity is None:
-                bound = self._server.add_insecure_port(address)
-            else:
-                bound = self._server.add_secure_port(address, self._identity.credentials())
-        except RuntimeError as exc:
-            raise OSError(str(exc)) from None
+        credentials = None if self._identity is None else self._identity.credentials()
+        bound = bind(self._server, host_port(host, port), credentials)
         await self._server.start()
         return bound
+
+    def retire(self) -> None:
+        """Nothing: grpcio can ask for new connections only while it refuses them."""
 
     async def close(self) -> None:
         await self._server.stop(None)
@@ -59,7 +57,7 @@ def _process(shared: Shared) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, {METHOD: method})
 
 
-def _health(ready: Callable[[], bool]) -> grpc.GenericRpcHandler:
+def health_handler(ready: Callable[[], bool]) -> grpc.GenericRpcHandler:
     async def check(request: health_pb2.HealthCheckRequest, context: _HealthContext) -> health_pb2.HealthCheckResponse:
         return health.answer(request, ready)
 

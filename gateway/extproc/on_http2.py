@@ -30,6 +30,10 @@ class Http2Port:
         """The port it has. Raises OSError."""
         return await self._listener.start(host, port)
 
+    def retire(self) -> None:
+        """Ask connected proxies to connect anew, and serve what comes meanwhile."""
+        self._listener.retire()
+
     async def close(self) -> None:
         await self._listener.close()
 

@@ -25,6 +25,14 @@ def none_allowed() -> Refusal:
     return refusal(error, NO_ENDPOINTS)
 
 
+def endless() -> Refusal:
+    text = (
+        "The proxy buffers requests (request_body_mode), and this one has no end: let WebSockets pass with NONE or "
+        "FULL_DUPLEX_STREAMED."
+    )
+    return refusal(ApiError(501, text, type_=UNAVAILABLE, code="request_buffered"))
+
+
 def undecided(deadline_s: float) -> Refusal:
     text = f"No endpoint was chosen within {deadline_s:g} s; retry later."
     return refusal(ApiError(503, text, type_=UNAVAILABLE, code="decision_timeout", retry_after_s=1), EXPIRED)

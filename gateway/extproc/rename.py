@@ -33,12 +33,12 @@ class Renamer:
         """`data` goes out as it is (the same object) where nothing was held and nothing changes."""
         text = self._before + self._held + data if self._before or self._held else data
         at = len(self._before)
-        out = b""
+        parts: list[bytes] = []
         for match in self._pair.finditer(text, at):
-            out += text[at : match.end(1)] + self._to
+            parts += (text[at : match.end(1)], self._to)
             at = match.end()
         cut = len(text) if last else self._beginning(text, at)
-        out += text[at:cut]
+        out = b"".join((*parts, text[at:cut]))
         self._held = text[cut:]
         self._before = text[max(cut - 1, 0) : cut]
         return data if out == data else out

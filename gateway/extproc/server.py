@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 _ENVELOPE_BYTES = 1 << 20
 """What a message has beside a body: headers, metadata."""
+_DECIDED_S = 0.05
+"""Enough for decisions that wait for nothing any more, and for proxies to take them."""
 _PORTS: dict[str, type[Http2Port] | type[GrpcioPort]] = {"fast": Http2Port, "grpcio": GrpcioPort}
 
 
@@ -78,21 +80,33 @@ class PickerServer:
 
     async def drain(self, least_s: float, most_s: float) -> int:
         """Health says NOT_SERVING from now on, while requests are served as before: a proxy needs a few checks to see
-        it. Ends after `least_s` once no stream is left, at the latest after `most_s`; returns how many are left.
+        it. One that makes none (it has a single address for all replicas) is asked after `least_s` to connect anew.
+        Ends then once no stream is left, at the latest after `most_s`; returns how many are left.
         """
         self.draining = True
         await asyncio.sleep(min(least_s, most_s))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._shared.idle.wait(), most_s - least_s)
+        for port in self._ports:
+            port.retire()
+        await self._idle(most_s - least_s)
         return self.counts.open
 
     async def close(self) -> None:
-        """Cut what still runs."""
+        """Cut what still runs, but for what is decided by now: that is answered."""
         self.draining = True
+        if self._shared.tasks:
+            decided, _ = await asyncio.wait(self._shared.tasks, timeout=_DECIDED_S)
+            if decided:  # Whoever hears it has time to take it before the end of its connection.
+                await self._idle(_DECIDED_S)
         await asyncio.gather(*(port.close() for port in self._ports))
+        await self._idle(_DECIDED_S)
         for task in self._shared.tasks:
             task.cancel()
         await asyncio.gather(*self._shared.tasks, return_exceptions=True)
+
+    async def _idle(self, most_s: float) -> None:
+        """Returns once no stream is left, or after `most_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._shared.idle.wait(), most_s)
 
     async def _serve(self, shared: Shared | None, number: int, identity: Identity | None) -> int:
         settings = self._settings

@@ -26,6 +26,9 @@
 #   STREAMED, NONE        the head's answer is the last that may change the head, before any of the body is seen: such
 #                         requests are decided blindly. Chunks are then let pass.
 #
+# A WebSocket, and a CONNECT, has no body that ends before it is answered: it is decided by its head, and what either
+# side says then passes. A proxy that buffers would wait for ever; there it is refused.
+#
 # A body is whole when its message says so, when trailers come, or when it is as long as its Content-Length. The end
 # itself often comes in an empty message of its own, and is answered by one. Of a body over the limit nothing more is
 # kept, and it is refused when it is whole, or twice too long: who is refused while still sending often never reads why.
@@ -42,7 +45,7 @@ from typing import NamedTuple
 from multidict import CIMultiDict
 
 from gateway.extproc import wire
-from gateway.extproc.refusals import none_allowed, too_large
+from gateway.extproc.refusals import endless, none_allowed, too_large
 from gateway.extproc.rename import Renamer
 from gateway.extproc.told import Told
 from gateway.extproc.types import Ask, Pick, Refusal
@@ -124,6 +127,7 @@ class Session:
         self._head = wire.Head(CIMultiDict(), {})
         self._subset: tuple[str, ...] | None = None
         self._has_body = False
+        self._is_tunnel = False
         self._parts: list[bytes] = []
         self._last_part = b""
         self._size = 0
@@ -208,9 +212,12 @@ class Session:
         self._head = wire.head_of(message.request_headers.headers)
         self._hear_subset(message)
         self._whole = message.request_headers.end_of_stream
-        self._has_body = not self._whole
-        if self._whole or not self._bodies.shown:
-            return self._ask(blind=not self._whole)
+        self._is_tunnel = not self._whole and _is_tunnel(self._head)
+        self._has_body = not self._whole and not self._is_tunnel
+        if self._is_tunnel and self._bodies.at_once:
+            return self._refuse(endless())
+        if not self._has_body or not self._bodies.shown:
+            return self._ask(blind=self._has_body)
         self._request, self._answered_by = _Request.BODY, _REQUEST_BODY
         if not self._bodies.streamed:
             return [wire.unchanged(_REQUEST_HEAD)]
@@ -238,7 +245,10 @@ class Session:
         return self._ask()
 
     def _more_while_deciding(self, message: pb.ProcessingRequest) -> Answers:
-        if not message.HasField(_REQUEST_BODY):
+        if self._is_tunnel or not message.HasField(_REQUEST_BODY):
+            self._size += len(message.request_body.body)
+            if self._size > self._max_body_bytes:
+                return self._refuse(too_large(self._max_body_bytes))
             self._later.append(message)
         elif not self._bodies.streamed:
             self._later.append(_SOME_BODY)  # It is only to be answered; what it holds need not be kept.
@@ -249,6 +259,8 @@ class Session:
     def _rest_of_request(self, message: pb.ProcessingRequest) -> Answers:
         if not self._bodies.streamed:
             return [wire.unchanged(_REQUEST_BODY)]
+        if self._is_tunnel:
+            return [wire.streamed_request(message.request_body.body, message.request_body.end_of_stream)]
         if not self._is_news(message.request_body):
             return []
         self._whole = message.request_body.end_of_stream
@@ -369,6 +381,11 @@ class Session:
         if held and not self._response_bodies.streamed:
             raise ProtocolError("response_trailers in the middle of a model's name")
         return [wire.streamed_response(held, False), *answers] if held else answers
+
+
+def _is_tunnel(head: wire.Head) -> bool:
+    method = head.pseudo.get(":method")
+    return method == "CONNECT" or (method == "GET" and head.headers.get("upgrade", "").lower() == "websocket")
 
 
 def _can_rename(headers: CIMultiDict[str]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from gateway.extproc.complaints import Complaints
 from gateway.extproc.refusals import internal, undecided
 from gateway.extproc.session import ProtocolError, Session
 from gateway.extproc.types import Ask, Picker, Refusal
@@ -18,6 +19,7 @@ from gateway.proxy.errors import log_unexpected
 from gateway.tracing.types import TRACEPARENT, TRACESTATE
 
 _log = logging.getLogger(__name__)
+_complaints = Complaints(_log, "a proxy's stream is broken off")
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = "Process"
@@ -93,7 +95,7 @@ class Stream(ABC):
             self.outgoing += session.feed(message)
         except ProtocolError as exc:
             self._shared.counts.broken += 1
-            _say_once(str(exc))
+            _complaints.tell(str(exc))
             raise BrokenOff(f"protocol error: {exc}") from None
         except Exception as exc:
             raise self.failed(exc) from None
@@ -156,14 +158,3 @@ class Stream(ABC):
         self._shared.counts.failed += 1
         log_unexpected(_log, "a request is refused, since no endpoint could be picked for it", exc)
         return internal()
-
-
-_MOST_SAID = 64
-_said: set[str] = set()
-
-
-def _say_once(problem: str) -> None:
-    """A proxy that is set up wrongly has the same one with every request."""
-    if problem not in _said and len(_said) < _MOST_SAID:
-        _said.add(problem)
-        _log.warning("a proxy's stream is broken off, and others for the same reason later: %s", problem)

@@ -17,10 +17,13 @@ _ALPN = "h2"
 
 
 class Given:
-    """Of files that may change."""
+    """Of files that may change. With `client_ca`, a PEM file, clients of gRPC's own server have to show a certificate
+    of these CAs.
+    """
 
-    def __init__(self, certificate: ServingCertificate) -> None:
+    def __init__(self, certificate: ServingCertificate, client_ca: str | None = None) -> None:
         self._certificate = certificate
+        self._client_ca = client_ca
 
     def context(self) -> ssl.SSLContext:
         """Whoever owns the certificate refreshes it."""
@@ -37,9 +40,13 @@ class Given:
             if certificate.n_taken == served:
                 return None
             served = certificate.n_taken
-            return _of_files(certificate)
+            return _of_files(certificate, self._client_ca)
 
-        return grpc.dynamic_ssl_server_credentials(_of_files(certificate), fetch)  # type: ignore[arg-type]
+        return grpc.dynamic_ssl_server_credentials(
+            _of_files(certificate, self._client_ca),
+            fetch,  # type: ignore[arg-type]
+            require_client_authentication=self._client_ca is not None,
+        )
 
 
 class SelfSigned:
@@ -64,9 +71,10 @@ class SelfSigned:
 Identity = Given | SelfSigned
 
 
-def _of_files(certificate: ServingCertificate) -> grpc.ServerCertificateConfiguration:
+def _of_files(certificate: ServingCertificate, client_ca: str | None) -> grpc.ServerCertificateConfiguration:
     cert, key = (Path(file).read_bytes() for file in certificate.files)
-    return grpc.ssl_server_certificate_configuration([(key, cert)])
+    roots = None if client_ca is None else Path(client_ca).read_bytes()
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
 
 
 def _new_pair() -> tuple[bytes, bytes]:

@@ -64,7 +64,8 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: the first is the choice, the others are for proxies that retry. set_headers, remove_headers: beside the
     destination, which the protocol sets itself; those to be removed in lower case. body: in place of the client's;
     None: not a byte changes. rename: a model name of the response and what clients are told instead. hide_headers: of
-    the response, not for the client. served_header: that tells the client who has served it; None: none does.
+    the response, not for the client. served_header: that tells the client who has served it; None: none does. scores:
+    of endpoints, the larger the better, for the proxy's metadata.
     """
 
     endpoints: tuple[str, ...]
@@ -75,6 +76,7 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     rename: tuple[str, str] | None = None
     hide_headers: tuple[str, ...] = ()
     served_header: str | None = None
+    scores: dict[str, float] = {}
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from gateway.proxy.headers import STEERING
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
+SCORES = DESTINATION + "-scores"
 DROPPED = "x-llm-d-request-dropped-reason"
 _LB = "envoy.lb"
 _SUBSET_HINT = "envoy.lb.subset_hint"
@@ -31,7 +32,7 @@ OWNED = (
     SERVED,
     SUBSET,
     DESTINATION + "-fallback",
-    DESTINATION + "-scores",
+    SCORES,
     DROPPED,
 )
 """Request headers that only we, or the proxy, may write: a client's go no further, nor do they reach the picker."""
@@ -124,7 +125,10 @@ def route(message: pb.ProcessingResponse, common: pb.CommonResponse, pick: Pick,
         removed = tuple(name for name in removed if name not in ours)
     mutation.remove_headers.extend(removed)
     common.clear_route_cache = True
-    message.dynamic_metadata.fields[_LB].struct_value.fields[DESTINATION].string_value = destination
+    told = message.dynamic_metadata.fields[_LB].struct_value
+    told.fields[DESTINATION].string_value = destination
+    if pick.scores:
+        told.fields[SCORES].struct_value.update(pick.scores)
 
 
 def immediate(refusal: Refusal) -> pb.ProcessingResponse:

@@ -20,6 +20,8 @@ Fields = dict[str, msgspec.Raw]
 _decoder = msgspec.json.Decoder(Fields)
 _lenient = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
+_MEMBER = re.compile(rb'[ \t\n\r]*([{,])[ \t\n\r]*("(?:[^"\\]|\\.)*")[ \t\n\r]*:[ \t\n\r]*')
+_END = re.compile(rb"[ \t\n\r]*\}[ \t\n\r]*\Z")
 _OBJECT = re.compile(rb"[\s\x00\xef\xbb\xbf\xfe\xff]*\{")
 """Byte order marks, and the other half of a wide space."""
 
@@ -66,24 +68,17 @@ def piece(value: Any) -> msgspec.Raw:
 
 
 def with_member(raw: bytes, name: str, value: bytes) -> bytes:
-    """`raw`, an object, with the member `name` (plain ASCII) set to `value`; every other byte stays. Raises
-    NotAnObject.
+    """`raw`, an object, with the member `name` (plain ASCII) set to `value`; every other byte stays, but in an object
+    that has a name twice or is of another encoding. Raises NotAnObject.
     """
     fields = split(raw)
     quoted = b'"%b"' % name.encode()
     if name not in fields:
         end = raw.rindex(b"}")
         return raw[:end] + (b"," if fields else b"") + quoted + b":" + value + raw[end:]
-    old = bytes(fields[name])
-    key = re.compile(re.escape(quoted) + rb"\s*:\s*")
-    at = len(raw)
-    while (at := raw.rfind(quoted, 0, at)) >= 0:
-        found = key.match(raw, at)
-        if found is None or not raw.startswith(old, found.end()):
-            continue
-        changed = raw[: found.end()] + value + raw[found.end() + len(old) :]
-        if _has(changed, name, value):  # Else it was the same name further inside.
-            return changed
+    place = _place(raw, fields, name)
+    if place is not None:
+        return raw[: place[0]] + value + raw[place[1] :]
     fields[name] = msgspec.Raw(value)
     return join(fields)
 
@@ -93,11 +88,32 @@ def looks_like_object(raw: bytes) -> bool:
     return _OBJECT.match(raw) is not None
 
 
-def _has(raw: bytes, name: str, value: bytes) -> bool:
+def _place(raw: bytes, fields: Fields, name: str) -> tuple[int, int] | None:
+    """Where in `raw`, which was split into `fields`, the value of that member begins and ends: gone through member by
+    member, since what is further inside may look like it, thousands of times. None where the members are not these one
+    after the other: one is there twice, or it is another encoding.
+    """
+    at, mark, place = 0, b"{", None
+    for each, value in fields.items():
+        key = _MEMBER.match(raw, at)
+        if key is None or key[1] != mark or _text(key[2]) != each:
+            return None
+        there = bytes(value)
+        start, at = key.end(), key.end() + len(there)
+        if not raw.startswith(there, start):
+            return None
+        if each == name:
+            place = start, at
+        mark = b","
+    return place if _END.match(raw, at) is not None else None
+
+
+def _text(quoted: bytes) -> str | None:
     try:
-        return bytes(split(raw)[name]) == value
-    except NotAnObject:
-        return False
+        text: str = json.loads(quoted)
+    except ValueError:
+        return None
+    return text
 
 
 def _split_leniently(text: str) -> Fields:

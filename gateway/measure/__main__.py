@@ -1,5 +1,6 @@
 """`python -m gateway.measure front MODEL ROUNDS` and `... stall MODEL WINDOWS WINDOW_S`: one JSON object on stdout.
 
+`... indexer WORKERS BLOCKS SECONDS` does so too, beside a process of `... serve-indexer WORKERS BLOCKS SOCKET`.
 `... picker PORT seen|unseen fast|grpcio ENDPOINT...` is the picker of `python -m bench epp` until it is told to stop.
 """
 
@@ -12,14 +13,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.measure.front import measure_front
+from gateway.measure.indexer import measure_indexer, serve_indexer
 from gateway.measure.picker import serve_picker
 from gateway.measure.stall import measure_stall
 from gateway.service import tune_interpreter
 
 
 def main(args: Sequence[str]) -> None:
+    if args[0] == "serve-indexer":
+        tune_interpreter()
+        return serve_indexer(int(args[1]), int(args[2]), args[3])
     if args[0] == "picker":
         return serve_picker(int(args[1]), args[2] == "seen", "fast" if args[3] == "fast" else "grpcio", args[4:])
+    if args[0] == "indexer":
+        tune_interpreter()
+        measured, of = measure_indexer(int(args[1]), int(args[2]), float(args[3]))
+        print(json.dumps({"figures": measured, "used": of}))
+        return None
     what, model, *rest = args
     used: dict[str, Any] = {"scheduled": _ahead_of_others()}
     tune_interpreter()

@@ -26,6 +26,7 @@ from gateway.stored import StoredResponses
 from gateway.tenancy import NO_TENANCY, Tenancy
 from gateway.tracing.types import Tracing
 from scorer.planner import Planner
+from scorer.types import RequestFacts
 
 
 class Draining(Protocol):
@@ -48,8 +49,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     `heard_since(worker, since_s)`: whether its engine has answered anything of ours since then. `sent(worker, rank,
     new_tokens)` is told of each prompt that goes somewhere to be computed, `unsent(worker, rank)` of each of them that
-    was not. `hints` reads what somebody in front of us
-    has settled. `unreachable_status` answers for a worker that cannot be connected to.
+    was not. `index_note` is what the reason of a decision is to say of where the index comes from. `hints` reads what
+    somebody in front of us has settled. `unreachable_status` answers for a worker that cannot be connected to.
     """
 
     planner: Planner
@@ -70,6 +71,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     heard_since: Callable[[str, float], bool]
     sent: Callable[[str, int, int], None] = lambda worker, rank, new_tokens: None
     unsent: Callable[[str, int], None] = lambda worker, rank: None
+    index_note: Callable[[RequestFacts], str | None] = lambda facts: None
     hints: Callable[[Sender], Hints] = no_hints
     unreachable_status: int = 502
     queue: Queue | None = None

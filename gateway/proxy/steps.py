@@ -113,13 +113,15 @@ def bad_request(parts: Parts, exc: BadRequest) -> ApiError:
 def booked(parts: Parts, facts: RequestFacts) -> Plan:
     """Where it goes. Raises ApiError."""
     try:
-        return parts.planner.plan(facts, parts.available.names(), time.monotonic(), parts.rng)
+        plan = parts.planner.plan(facts, parts.available.names(), time.monotonic(), parts.rng)
     except ModelNotFound as exc:
         parts.metrics.rejected("model_not_found")
         raise errors.model_not_found(exc.model) from None
     except NoWorker as exc:
         parts.metrics.rejected("no_worker")
         raise errors.no_worker(str(exc)) from None
+    note = parts.index_note(facts)
+    return plan if note is None else msgspec.structs.replace(plan, reason=f"{plan.reason}; {note}")
 
 
 def planned(parts: Parts, record: Record, facts: RequestFacts) -> Flight:

@@ -43,7 +43,7 @@ class Replicas:
         rng: random.Random,
         env: Mapping[str, str] = os.environ,
         *,
-        ingest: EventIngest,
+        ingest: EventIngest | None,
         session_idle_s: float = 3600.0,
     ) -> None:
         self.writer = secrets.token_hex(8)
@@ -62,7 +62,8 @@ class Replicas:
         self._telling = Link("telling other replicas", config.mode, self.counts.failed)
         self._hearing = Link("hearing other replicas", config.mode, self.counts.failed)
         self._keeping = Link("keeping what is cached where for replicas that start", config.mode, self.counts.failed)
-        self.snapshots = Snapshots(self.writer, keys, ingest, self.counts)
+        self.snapshots = None if ingest is None else Snapshots(self.writer, keys, ingest, self.counts)
+        """None where an indexer follows the engines, which has its own."""
         self._reading = asyncio.Semaphore(_READ_AT_ONCE)
         self._stored = stored
         self._tasks: list[asyncio.Task[None]] = []
@@ -80,10 +81,13 @@ class Replicas:
         interval_s = self._config.interval_ms / 1000
         telling = self._run(self._telling, self._op_timeout_s, self._tell, self._untold, lambda: interval_s)
         hearing = self._run(self._hearing, self.reader.longest_s, self._hear, self.reader.lost, lambda: interval_s / 2)
-        keeping = self._run(
-            self._keeping, self._op_timeout_s, self.snapshots.turn, lambda: None, lambda: self.snapshots.pause_s
-        )
-        self._tasks = [loop.create_task(each, name="replicas") for each in (telling, hearing, keeping, self._watch())]
+        coroutines = [telling, hearing, self._watch()]
+        snapshots = self.snapshots
+        if snapshots is not None:
+            coroutines.append(
+                self._run(self._keeping, self._op_timeout_s, snapshots.turn, lambda: None, lambda: snapshots.pause_s)
+            )
+        self._tasks = [loop.create_task(each, name="replicas") for each in coroutines]
 
     async def close(self) -> None:
         """Say good-bye, if Redis lets us."""
@@ -107,7 +111,7 @@ class Replicas:
 
     async def saved(self, worker: str, ranks: list[int]) -> dict[int, SavedRank]:
         """What is kept of a worker's ranks; nothing if that cannot be had soon."""
-        if self._hearing.problem is not None:
+        if self.snapshots is None or self._hearing.problem is not None:
             return {}
         try:
             async with asyncio.timeout(_LONGEST_READ_S), self._reading:

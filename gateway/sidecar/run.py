@@ -34,7 +34,7 @@ class Sidecar(Service):
     configuration and from hint headers.
     """
 
-    foreign_sections = ("queue", "tenancy", "epp", "redis")
+    foreign_sections = ("queue", "tenancy", "epp", "redis", "indexer")
 
     def __init__(self, config: Config) -> None:
         settings, pd = config.sidecar, config.pd

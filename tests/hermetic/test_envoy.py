@@ -434,6 +434,27 @@ def test_a_model_is_renamed_in_responses(worlds: Worlds, name: str, path: str, c
     assert told.body.replace(b'"model":"served"', b'"model":"asked"') == answer.body
 
 
+def test_a_websocket_is_picked_for_by_its_head_and_passes_both_ways(world: EnvoyWorld, case: str) -> None:
+    """Its request has no end: who waits for one never answers it."""
+    asked = (
+        f"GET /v1/realtime?model=m HTTP/1.1\r\nhost: pods\r\n{CASE}: {case}\r\n{DO}: pod=1\r\nconnection: Upgrade\r\n"
+        "upgrade: WebSocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    with world.connect() as client:
+        client.sendall(asked.encode())
+        head = client.recv(4096)
+        assert head.startswith(b"HTTP/1.1 101 ")
+        assert f"x-served-by: {world.pods.endpoints[1]}".encode() in head
+        for words in (b"\x81\x05hello", b"\x82" * 100_000, b"bye"):
+            client.sendall(words)
+            echo = b""
+            while len(echo) < len(words):
+                echo += client.recv(1 << 16)
+            assert echo == words
+    assert not world.picker.asks[case].blind
+    assert world.told(case)[0][:2] in {("responded", 101), ("unseen",)}
+
+
 @pytest.mark.parametrize("name", SEEING)
 def test_trailers_pass_both_ways(worlds: Worlds, name: str, case: str) -> None:
     world = worlds[name]

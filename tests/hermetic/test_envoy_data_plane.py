@@ -48,6 +48,23 @@ def test_envoy_14_without_namespaces_metadata_is_dropped_and_the_header_does(tmp
             assert world.picker.asks[f"{case}{i}"].subset is None
 
 
+def test_case_20_scores_reach_envoys_metadata(tmp_path: Path, case: str) -> None:
+    def show(config: dict[str, Any]) -> None:
+        (log,) = connection_manager(config)["access_log"]
+        shown = "shown=%DYNAMIC_METADATA(envoy.lb)%\n"
+        log["typed_config"]["log_format"]["text_format_source"]["inline_string"] = shown
+
+    with EnvoyWorld("standalone", tmp_path, change=show) as world:
+        for do, scores in (("", None), ("scores", dict.fromkeys(world.pods.endpoints, 0.5))):
+            world.envoy.forget_log()
+            assert world.ask(f"{case}{do}", do=do).status == 200
+            world.until(lambda: "shown={" in world.envoy.log)
+            (line,) = (row for row in world.envoy.log.splitlines() if "shown={" in row)
+            told = json.loads(line.partition("shown=")[2])
+            assert told["x-gateway-destination-endpoint"] == world.pods.endpoints[0]
+            assert told.get("x-gateway-destination-endpoint-scores") == scores
+
+
 def test_envoy_16_which_headers_a_picker_may_set(world: EnvoyWorld, case: str) -> None:
     wanted = {":path": "/v1/elsewhere", "host": "evil.example", "x-envoy-max-retries": "9", "X-Upper": "Case"}
     answer = world.ask(case, do="set=" + json.dumps(wanted))

@@ -87,7 +87,7 @@ def test_envoy_10_a_frozen_picker_is_left_out_as_soon_as_health_says_so(tmp_path
 
     def start_picker(config: dict[str, Any]) -> None:
         at(cluster(config, "picker"), port)
-        command = [sys.executable, "-m", "gateway.measure", "picker", str(port), "seen", *world.pods.endpoints]
+        command = [sys.executable, "-m", "gateway.measure", "picker", str(port), "seen", "fast", *world.pods.endpoints]
         started.append(subprocess.Popen(command))
 
     world = EnvoyWorld("standalone", tmp_path, change=start_picker, settings=SETTINGS)

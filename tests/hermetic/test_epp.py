@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 
 from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
-from gateway.config.schema import PdConfig
+from gateway.config import Config
+from gateway.config.schema import EppConfig, KubernetesConfig, PdConfig
 from gateway.engine.health import State
+from gateway.epp.run import Epp
+from gateway.errors import UserError
 from gateway.pb import ext_proc_pb2 as pb
 from tests.support.command import Command
 from tests.support.envoy import envoy_binary, ext_proc
@@ -238,6 +242,25 @@ async def test_the_command() -> None:
                 assert destinations(answer)[0] == server.url.removeprefix("http://")
                 call.cancel()
             await epp.terminate()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (Config(epp=EppConfig(tls="files")), "needs tls.cert and tls.key"),
+        (Config(epp=EppConfig(objectives=("high",))), "NAME=PRIORITY"),
+        (Config(epp=EppConfig(rewrites=("a=b*x",))), "MODEL=TARGET"),
+        (Config(epp=EppConfig(sidecar="none"), pd=PdConfig(policy="cost")), "carry out pd.policy cost"),
+        (Config(kubernetes=KubernetesConfig(leader_election=True)), "needs kubernetes.pool"),
+    ],
+)
+async def test_what_is_configured_wrongly_is_said_and_nothing_else(config: Config, says: str) -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+    with pytest.raises(UserError, match=says):
+        Epp(config)
+    gc.collect()
+    assert told == []
 
 
 class EppCommand(Command):

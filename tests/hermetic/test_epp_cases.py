@@ -69,7 +69,7 @@ class Through:
         self, pool: Pool, asked: Request, among: tuple[str, ...] | None = None
     ) -> tuple[int, dict[str, Any], Any]:
         """(status, JSON, headers)"""
-        self._server._picker = pool.picker
+        self._server._shared.picker = pool.picker
         headers = [*asked.headers, *([] if among is None else [(SUBSET, ",".join(among))])]
         url = f"http://127.0.0.1:{self._envoy.port}{asked.path}"
         async with (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import yaml
+from multidict import CIMultiDict
 
 from bench.engine.server import FakeVllm
 from gateway.config import Config
@@ -15,7 +16,7 @@ from gateway.extproc.types import Pick, Refusal
 from gateway.pb import health_pb2 as pb
 from tests.support.epp_world import request
 from tests.support.gateway_world import engine, until
-from tests.support.kube_server import OBJECTIVES, PODS, POOLS, REWRITES, KubeServer
+from tests.support.kube_server import LEASES, OBJECTIVES, PODS, POOLS, REWRITES, KubeServer
 from tests.support.pods import objective, pod, pool, rewrite
 from tests.support.stacked import Stacked
 
@@ -74,6 +75,7 @@ async def health(epp: Epp, service: str) -> int:
 async def test_pods_priorities_and_rewrites_are_the_pools(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         (epp,) = cluster.pickers
+        assert epp.core.metrics.registry.get_sample_value("warmroute_epp_leads") == 1
         await until(lambda: len(epp.objectives) and epp.rewrites)
         assert epp.objectives.priority("batch") == -1
         pick = await epp.picker.pick(request(model="nick").ask())
@@ -97,8 +99,31 @@ async def test_of_two_replicas_one_is_ready_and_the_other_takes_over(tmp_path: P
     async with Cluster(tmp_path, replicas=2) as cluster:
         first, second = cluster.pickers
         await until(lambda: first.elector is not None and first.elector.leads)
+        assert [epp.core.metrics.registry.get_sample_value("warmroute_epp_leads") for epp in (first, second)] == [1, 0]
         assert [await health(epp, "readiness") for epp in (first, second)] == [1, 2]
         assert [await health(epp, "liveness") for epp in (first, second)] == [1, 1]
         await first.drain(0.0)
         await until(lambda: second.elector is not None and second.elector.leads, 30)
         assert [await health(epp, "inference-extension") for epp in (first, second)] == [2, 1]
+
+
+async def test_a_leader_whose_lease_another_takes_is_asked_no_more_and_ends_what_runs(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, replicas=2) as cluster:
+        first, _ = cluster.pickers
+        await until(lambda: first.elector is not None and first.elector.leads)
+        pick = await first.picker.pick(request(model="tiny").ask())
+        assert isinstance(pick, Pick), pick
+        (name,) = cluster.kube.all(LEASES)
+        lease = cluster.kube.get(LEASES, name)
+        assert lease is not None
+        spec = {**lease["spec"], "holderIdentity": "somebody-else", "leaseTransitions": 7}
+        cluster.kube.put(LEASES, name, {**lease, "spec": spec})
+        await until(lambda: first.elector is not None and not first.elector.leads)
+        assert [await health(first, service) for service in ("readiness", "liveness")] == [2, 1]
+        assert first.core.metrics.registry.get_sample_value("warmroute_epp_leads") == 0
+        late = await first.picker.pick(request(model="tiny").ask())  # A proxy needs a few checks to see it.
+        assert isinstance(late, Pick), late
+        for each in (pick, late):
+            each.watch.responded(200, CIMultiDict({"content-type": "application/json"}), None)
+            each.watch.ended()
+        await until(lambda: not first.plane.in_flight)

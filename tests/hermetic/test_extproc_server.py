@@ -234,7 +234,7 @@ async def test_garbage_never_ends_well(garbage: bytes, caplog: pytest.LogCapture
 async def test_a_proxy_that_is_set_up_wrongly_fills_no_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "_said", set())
+    monkeypatch.setattr(stream_module._complaints, "told", set())
     async with serving(Slow()) as (server, client):
         for _ in range(5):
             call = client.process()
@@ -294,6 +294,101 @@ async def test_draining_serves_on_and_says_so_to_nobody_new() -> None:
         assert await draining == 0
 
 
+async def test_streams_opened_while_it_drains_are_served_by_connections_old_and_new() -> None:
+    """Clients are told to connect anew, which may come at any moment of a request."""
+    picker = Slow()
+    async with serving(picker) as (server, client):
+        running = client.process()
+        await running.write(request_head(ends=True))
+        await running.read()
+        draining = asyncio.get_running_loop().create_task(server.drain(0.02, PATIENCE_S))
+        begun = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() < begun + 0.1:
+            call = client.process()
+            await call.write(request_head(ends=True))
+            assert destinations(await call.read()) == (POD, POD)
+            await call.done_writing()
+            assert await status_of(call) is grpc.StatusCode.OK
+        assert not draining.done()
+        await running.done_writing()
+        assert await status_of(running) is grpc.StatusCode.OK
+        assert await draining == 0
+
+
+async def test_clients_that_ask_at_the_moment_of_close_all_hear_of_it() -> None:
+    picker = Slow()
+    server = PickerServer(picker, LOCAL)
+    await server.start()
+    statuses: list[grpc.StatusCode] = []
+    details: list[str] = []
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+
+        async def ask() -> None:
+            while not statuses or grpc.StatusCode.UNAVAILABLE not in statuses:
+                call = Client(channel).process()
+                try:
+                    await call.write(request_head(ends=True))
+                    await call.read()
+                    await call.done_writing()
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    pass
+                statuses.append(await status_of(call))
+                details.append(await call.details())
+
+        asking = [asyncio.get_running_loop().create_task(ask()) for _ in range(10)]
+        await until(lambda: len(statuses) > 20)
+        await server.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*asking)
+    assert server.counts.open == 0
+    wanted = {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+    wanted |= {grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED}  # Said by the client, of what it could not write.
+    assert set(statuses) <= wanted, details
+
+
+async def test_a_deadline_of_the_client_calls_the_decision_off() -> None:
+    picker = Slow()
+    picker.go.clear()
+    async with serving(picker) as (server, client):
+        method = client.channel.stream_stream(
+            f"/{SERVICE}/{METHOD}",
+            request_serializer=pb.ProcessingRequest.SerializeToString,
+            response_deserializer=pb.ProcessingResponse.FromString,
+        )
+        call = method(timeout=0.2)
+        await call.write(request_head(ends=True))
+        assert await status_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: picker.called_off == 1 and server.counts.open == 0)
+
+
+async def test_compressed_messages_are_read_or_refused_plainly(grpc_by: str) -> None:
+    """grpcio's client compresses when it is told to only; Envoy never does."""
+    async with serving(Slow()) as (server, _):
+        target, gzip = f"127.0.0.1:{server.port}", grpc.Compression.Gzip
+        async with grpc.aio.insecure_channel(target, compression=gzip) as channel:
+            name = "a" * 2000
+            if grpc_by == "grpcio":
+                assert await Client(channel).health(name) == SERVING
+                return
+            with pytest.raises(grpc.aio.AioRpcError, match="not taken compressed") as caught:
+                await Client(channel).health(name)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_what_is_not_there_is_unimplemented(method: str) -> None:
+    async with serving(Slow()) as (_, client):
+        call = client.channel.stream_stream(method)(timeout=PATIENCE_S)
+        assert await status_of(call) is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_draining_has_an_end() -> None:
     async with serving(Slow()) as (server, client):
         call = client.process()
@@ -314,6 +409,24 @@ async def test_close_cuts_streams_and_calls_decisions_off() -> None:
         await server.close()
         assert await status_of(call) is not grpc.StatusCode.OK
         assert (picker.called_off, server.counts.open) == (1, 0)
+
+
+async def test_what_is_decided_by_the_time_it_closes_is_still_answered() -> None:
+    """As a queue decides that closes: who waits in it is answered instead of cut."""
+    picker = Slow()
+    picker.go.clear()
+    server = PickerServer(picker, LOCAL)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        calls = [Client(channel).process() for _ in range(20)]
+        for call in calls:
+            await call.write(request_head(ends=True))
+        await until(lambda: len(picker.asked) == 20)
+        picker.go.set()
+        closing = asyncio.get_running_loop().create_task(server.close())
+        for call in calls:
+            assert destinations(await call.read()) == (POD, POD)
+        await closing
 
 
 async def test_a_port_in_use_is_said_plainly() -> None:

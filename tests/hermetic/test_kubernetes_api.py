@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import trustme
+import yaml
 
 from gateway.discovery.kubernetes import Access, Api
-from gateway.discovery.kubernetes.access import in_cluster
+from gateway.discovery.kubernetes.access import from_kubeconfig, in_cluster
 from gateway.discovery.kubernetes.api import Refused, Unreachable
 from tests.support.kube_server import PODS, KubeServer
 from tests.support.pods import pod
@@ -64,6 +66,42 @@ async def test_a_ca_that_is_replaced_is_read_again(tmp_path: Path) -> None:
             with pytest.raises(Unreachable, match="certificate"):
                 await api.get(PATH)
             assert b"items" in await api.get(PATH)
+
+
+@pytest.mark.parametrize("as_data", [True, False])
+async def test_an_api_that_wants_a_certificate_gets_the_kubeconfigs(tmp_path: Path, as_data: bool) -> None:
+    ca = trustme.CA()
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.verify_mode = ssl.CERT_REQUIRED
+    ca.issue_cert("127.0.0.1").configure_cert(serving)
+    ca.configure_trust(serving)
+    mine = ca.issue_cert("developer")
+    pems = {"certificate": mine.cert_chain_pems[0].bytes(), "key": mine.private_key_pem.bytes()}
+    for name, pem in pems.items():
+        (tmp_path / f"{name}.pem").write_bytes(pem)
+    user = (
+        {f"client-{name}-data": base64.b64encode(pem).decode() for name, pem in pems.items()}
+        if as_data
+        else {f"client-{name}": f"{name}.pem" for name in pems}
+    )
+    async with KubeServer(tls=serving) as kube:
+
+        def access(user: dict[str, str]) -> Access:
+            cluster = {"server": kube.url, "certificate-authority-data": base64.b64encode(ca.cert_pem.bytes()).decode()}
+            tree = {
+                "current-context": "c",
+                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+                "clusters": [{"name": "c", "cluster": cluster}],
+                "users": [{"name": "u", "user": user}],
+            }
+            (tmp_path / "config").write_text(yaml.safe_dump(tree))
+            return from_kubeconfig(str(tmp_path / "config"))
+
+        async with api_of(access(user)) as api:
+            assert b"items" in await api.get(PATH)
+        async with api_of(access({"token": "t"})) as api:
+            with pytest.raises(Unreachable):
+                await api.get(PATH)
 
 
 async def test_a_token_that_is_replaced_is_used_at_once(tmp_path: Path) -> None:

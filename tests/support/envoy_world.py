@@ -54,7 +54,8 @@ class Loop:
 
 class Pods:
     """Engines on ports of their own. A path's query says how one answers: `?sse=N&gap=S`, `?trailers`, `?big=N`,
-    `?early=STATUS`; otherwise it is JSON that tells what arrived.
+    `?early=STATUS`, `?say=HEX&say=HEX...` (a chunk each; `&status=N&kind=CONTENT-TYPE&coding=gzip`); otherwise it is
+    JSON that tells what arrived. A WebSocket gets back what it sends.
     """
 
     def __init__(self, number: int = 2) -> None:
@@ -94,6 +95,13 @@ class Pods:
         if "early" in query:
             writer.write(f"HTTP/1.1 {query['early'][0]} No\r\ncontent-length: 2\r\n\r\nno".encode())
             return False
+        if one.get("upgrade", "").lower() == "websocket":
+            switched = start.replace("200 OK", "101 Switching Protocols")
+            writer.write((switched + "upgrade: websocket\r\nconnection: upgrade\r\n\r\n").encode())
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+            return False
         body, trailers = await _body(reader, one)
         if "sse" in query:
             writer.write((start + "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n").encode())
@@ -106,6 +114,16 @@ class Pods:
                     self.hung_up.add(one.get(CASE, ""))
                     return False
             writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        elif "say" in query:
+            start = start.replace("200 OK", f"{query.get('status', ['200'])[0]} Said")
+            said = {"content-type": query.get("kind", [""])[0], "content-encoding": query.get("coding", [""])[0]}
+            start += "".join(f"{name}: {value}\r\n" for name, value in said.items() if value)
+            writer.write((start + "transfer-encoding: chunked\r\n\r\n").encode())
+            for piece in query["say"]:
+                writer.write(b"%x\r\n%s\r\n" % (len(piece) // 2, bytes.fromhex(piece)))
+                await writer.drain()
+                await asyncio.sleep(0.002)  # Or Envoy would see one piece.
+            writer.write(b"0\r\n\r\n")
         elif "trailers" in query:
             writer.write((start + "trailer: x-t\r\ntransfer-encoding: chunked\r\n\r\n").encode())
             writer.write(b"2\r\n{}\r\n0\r\nx-t: of the pod\r\n\r\n")
@@ -135,8 +153,8 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> tuple[
 
 class Obedient:
     """A picker that does what a request's header `x-do` says: nothing (the first pod), `pod=N`, `at=ENDPOINTS`, `503`,
-    `429`, `raise`, `hang`, `sleep=S`, `body=BYTES`, `rename`, `bad-header`, `set=JSON` (headers). What became of each
-    case is in `watches`.
+    `429`, `raise`, `hang`, `sleep=S`, `body=BYTES`, `rename`, `bad-header`, `set=JSON` (headers), `scores`. What became
+    of each case is in `watches`.
     """
 
     def __init__(self, pods: Pods) -> None:
@@ -168,6 +186,7 @@ class Obedient:
             set_headers=_headers(do, how),
             body=b"b" * int(how) if do == "body" else None,
             rename=("served", "asked") if do == "rename" else None,
+            scores=dict.fromkeys(allowed, 0.5) if do == "scores" else {},
         )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from gateway.config.schema import EppConfig
 from tests.support.epp_world import P, Request, get, request
+from tests.support.fleets import prompt
 
 LORA = "sql-lora-1fdg2"
-SHEDDABLE = "sql-lora-sheddable"
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ CASES = (
          request(raw=b"passthrough-parser", path="/unknown", headers={"x-gateway-inference-objective": "x"}), 1),
     Case("5b: of a path nobody knows, the model is looked at", _ADAPTERS,
          request(model=LORA, path="/unknown/api"), 1),
+    Case("7: of equal queues, where the prompt has room",
+         (P(queue=4, kv=0.85, kv_blocks=256), P(queue=4, kv=0.2, kv_blocks=256)), request(prompt(2000)), 1),
+    Case("7b: where there is room either way, either", (P(queue=4, kv=0.2), P(queue=4, kv=0.85)), request(), (0, 1)),
     Case("8: no body, no pods", (), get("/v1/models"), status=503, dropped=_NO_ENDPOINTS),
     Case("8b: no pods", (), request(), status=503, dropped=_NO_ENDPOINTS),
     Case("8c: no body, any ready pod by load", _BUSY, get("/v1/models"), 1),

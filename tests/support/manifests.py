@@ -14,6 +14,7 @@ from gateway.config import Config, load_config
 from gateway.config.flags import (
     EPP_ALIASES,
     GATEWAY_ALIASES,
+    INDEXER_ALIASES,
     SIDECAR_ALIASES,
     add_config_flags,
     flags_of,
@@ -22,7 +23,7 @@ from gateway.config.flags import (
 from tests.support.deployed import tool
 
 Manifest = dict[str, Any]
-FACES = {"gateway": GATEWAY_ALIASES, "sidecar": SIDECAR_ALIASES, "epp": EPP_ALIASES}
+FACES = {"gateway": GATEWAY_ALIASES, "sidecar": SIDECAR_ALIASES, "epp": EPP_ALIASES, "indexer": INDEXER_ALIASES}
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
 
 

@@ -49,9 +49,14 @@ def outcome(load: Callable[[], Config]) -> Config | ConfigError:
 
 
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
+    "addresses": st.lists(st.sampled_from(["10.0.0.1:9010", "[fd00::1]:9010", "unix:/run/i.sock"]), max_size=3).map(
+        tuple
+    ),
     "allow": st.lists(st.sampled_from(["*", "10.0.0.0/8:*", "[fd00::/8]:8000", "pod-1.ns:8000"]), max_size=3).map(
         tuple
     ),
+    "source": st.just("local"),
+    "digest_interval_s": st.floats(1.0, 100.0),
     "data_parallel_size": st.integers(1, 4),
     "ports": st.lists(st.integers(1, 65535), min_size=1, max_size=3, unique=True).map(tuple),
     "pool": st.none(),
@@ -118,6 +123,11 @@ def test_any_config_printed_reads_back_equal(config: Config) -> None:
         return
     epp = config.epp
     if len({epp.port, epp.health_port, epp.metrics_port, epp.admin_port}) < 4:
+        return
+    service, indexer = config.index.service, config.indexer
+    if (service.cert is None) != (service.key is None) or indexer.port in (None, indexer.metrics_port):
+        return
+    if indexer.admin_port in (indexer.port, indexer.metrics_port):
         return
     assert read(config_yaml(config)) == config
 

@@ -38,9 +38,17 @@ OTHER_OF = {
     ("redis", "prefix"): "routers",
     ("redis", "interval_ms"): "50",
     ("redis", "ttl_s"): "5",
+    ("index", "service", "addresses"): "10.0.0.1:9010, unix:/run/indexer.sock",
 }
 # Keys that need another one.
-CONTEXT = {("events", "bind_endpoint"): "tcp://127.0.0.1:5557", ("tls", "cert"): "c.pem", ("tls", "key"): "k.pem"}
+CONTEXT = {
+    ("events", "bind_endpoint"): "tcp://127.0.0.1:5557",
+    ("tls", "cert"): "c.pem",
+    ("tls", "key"): "k.pem",
+    ("index", "service", "addresses"): "10.0.0.1:9010",
+    ("index", "service", "cert"): "c.pem",
+    ("index", "service", "key"): "k.pem",
+}
 
 
 def other_value(expected: str) -> str:
@@ -435,3 +443,24 @@ def test_config_is_frozen_and_every_key_is_documented() -> None:
         assert key.description.endswith("."), dotted(path)
     assert len({env_name(path) for path, _ in leaves()}) == len({flag_name(path) for path, _ in leaves()})
     assert msgspec.convert(msgspec.to_builtins(Config()), Config) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "says"),
+    [
+        ("index: {source: service}", "index.service.addresses", "needed"),
+        ("index: {service: {cert: c.pem}}", "index.service.key", "needed"),
+        ("index: {service: {addresses: [nowhere]}}", "index.service.addresses", "host:port"),
+        ("indexer: {port: null}", "indexer.socket", "needed"),
+        ("indexer: {port: 9011}", "indexer.metrics_port", "9011"),
+        ("indexer: {admin_port: 9010}", "indexer.admin_port", "9010"),
+    ],
+)
+def test_an_index_service_that_cannot_be(tmp_path: Path, text: str, at: str, says: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(file))
+    (problem,) = str(refused.value).splitlines()
+    assert at in problem
+    assert says in problem

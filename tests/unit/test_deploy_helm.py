@@ -22,7 +22,7 @@ except ImportError:  # pragma: no cover - there are wheels for some platforms on
     pytest.skip("helm_python is not installed (pip install -e '.[dev]')", allow_module_level=True)
 
 CHART = DEPLOY / "helm" / "warmroute"
-BOTH = {"epp": {"enabled": True}, "serviceMonitor": True}
+ALL = {"epp": {"enabled": True}, "indexer": {"enabled": True}, "serviceMonitor": True}
 OF_HELM = ("helm.sh/chart", "app.kubernetes.io/managed-by", "app.kubernetes.io/version", "app.kubernetes.io/instance")
 
 
@@ -41,12 +41,12 @@ def plain(value: Any) -> Any:
 
 
 def test_helm_finds_nothing_to_say() -> None:
-    said = helm_python.lint(CHART, BOTH, strict=True)
+    said = helm_python.lint(CHART, ALL, strict=True)
     assert said["errors"] == []
     assert [message["error"] for message in said["messages"]] == ["icon is recommended"]
 
 
-@pytest.mark.parametrize("values", [{}, BOTH, {"gateway": {"enabled": False}, "epp": {"enabled": True}}])
+@pytest.mark.parametrize("values", [{}, ALL, {"gateway": {"enabled": False}, "epp": {"enabled": True}}])
 def test_every_manifest_is_one_that_kubernetes_takes(values: dict[str, Any]) -> None:
     manifests = chart(**values)
     assert manifests
@@ -54,9 +54,9 @@ def test_every_manifest_is_one_that_kubernetes_takes(values: dict[str, Any]) -> 
         check(manifest)
 
 
-@pytest.mark.parametrize("base", ["gateway", "epp"])
+@pytest.mark.parametrize("base", ["gateway", "epp", "indexer"])
 def test_the_chart_says_what_kustomize_says(base: str) -> None:
-    ours = {(m["kind"], m["metadata"]["name"]): m for m in chart(**BOTH)}
+    ours = {(m["kind"], m["metadata"]["name"]): m for m in chart(**ALL)}
     for wanted in rendered(DEPLOY / "kustomize" / "base" / base):
         kind, name = wanted["kind"], wanted["metadata"]["name"]
         if kind in ("InferencePool", "HTTPRoute"):

@@ -25,7 +25,7 @@ from tests.support.manifests import (
 from tests.support.promql import rules
 from tests.support.schemas import check
 
-OVERLAYS = ("gateway", "gateway-pd", "epp")
+OVERLAYS = ("gateway", "gateway-pd", "epp", "indexer")
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))
 
 
@@ -139,12 +139,13 @@ def test_our_containers_start_with_what_they_are_given(overlay: str, tmp_path: P
             config = config_of(container["args"], configs_in(manifests, spec, container, tmp_path))
             asked = {worker.url.removeprefix("http://").partition(":")[0] for worker in config.discovery.dns}
             assert asked <= hosts
+            assert {where.partition(":")[0] for where in config.index.service.addresses} <= hosts
             pool = config.kubernetes.pool
             assert pool is None or named(manifests, "InferencePool", pool)
             state = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/var/lib/warmroute"]
             assert state, "nowhere to keep what was learned"
             assert spec["terminationGracePeriodSeconds"] > config.gateway.drain_timeout_s + 5
-    assert ours == {"gateway": 1, "gateway-pd": 1, "epp": 2}[overlay]
+    assert ours == {"gateway": 1, "gateway-pd": 1, "epp": 2, "indexer": 2}[overlay]
 
 
 def test_our_containers_may_do_little(manifests: list[Manifest]) -> None:

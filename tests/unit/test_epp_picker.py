@@ -121,12 +121,53 @@ async def test_fallbacks_are_the_plans_next_best() -> None:
         pick.watch.aborted()
 
 
+async def test_case_20_scores_of_the_candidates_are_told_where_they_are_asked_for() -> None:
+    async with Pool(P(kv=0.1), P(queue=5, kv=0.5), epp=EppConfig(emit_scores=True)) as pool:
+        pick = await pool.picked(request())
+        assert set(pick.scores) == {pool.endpoint(0), pool.endpoint(1)}
+        assert 0 < pick.scores[pool.endpoint(1)] < pick.scores[pool.endpoint(0)] <= 1
+        pick.watch.aborted()
+    async with Pool(P(kv=0.1), P(queue=5, kv=0.5)) as pool:
+        pick = await pool.picked(request())
+        assert pick.scores == {}
+        pick.watch.aborted()
+
+
 async def test_a_body_goes_on_byte_by_byte_and_numbers_keep_their_spelling() -> None:
     raw = b'{ "model":"old","prompt":"x", "temperature": 1.0e0, "seed":12345678901234567890 }'
     async with Pool(P(), epp=EppConfig(rewrites=("old=foo",))) as pool:
         pick = await pool.picked(request(raw=raw))
         assert pick.body == raw.replace(b'"old"', b'"foo"')
         assert pick.rename == ("foo", "old")
+        pick.watch.aborted()
+
+
+FORM = (
+    b'--B\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nRIFF\r\n'
+    b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nold\r\n--B--\r\n'
+)
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-llm-d-model-name-rewrite": "foo"}])
+async def test_the_model_of_a_form_is_rewritten_too(headers: dict[str, str]) -> None:
+    epp = EppConfig(rewrites=() if headers else ("old=foo",))
+    asked = request(
+        path="/v1/audio/transcriptions",
+        raw=FORM,
+        headers={"content-type": "multipart/form-data; boundary=B", **headers},
+    )
+    async with Pool(P(), epp=epp) as pool:
+        pick = await pool.picked(asked)
+        assert pick.body == FORM.replace(b"\r\nold\r\n", b"\r\nfoo\r\n")
+        assert pick.rename == ("foo", "old")
+        pick.watch.aborted()
+
+
+@pytest.mark.parametrize(("model", "asks"), [("old", False), ("foo", True)])
+async def test_who_is_to_be_told_another_name_gets_it_uncompressed(model: str, asks: bool) -> None:
+    async with Pool(P(), epp=EppConfig(rewrites=("old=foo",))) as pool:
+        pick = await pool.picked(request(model=model, headers={"Accept-Encoding": "gzip"}))
+        assert ("accept-encoding" not in pick.remove_headers) == asks
         pick.watch.aborted()
 
 
@@ -175,6 +216,26 @@ async def test_the_header_beats_the_rules() -> None:
         pick = await pool.picked(request(model="m", headers={"x-llm-d-model-name-rewrite": "b"}))
         assert pick.rename == ("b", "m")
         pick.watch.aborted()
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("x-llm-d-model-name-rewrite", 400),
+        ("x-llm-d-inference-objective", None),
+        ("x-llm-d-inference-fairness-id", None),
+        ("x-session-id", None),
+        ("x-request-id", None),
+    ],
+)
+async def test_bytes_that_are_no_text_in_a_header_are_no_fault_of_ours(name: str, status: int | None) -> None:
+    async with Pool(P()) as pool:
+        asked = request(headers={name: "\udcff"})
+        if status is not None:
+            await pool.expect_refusal(asked, status)
+        else:
+            (await pool.picked(asked)).watch.aborted()
+        assert pool.is_idle()
 
 
 async def test_the_objective_is_the_place_in_the_queue() -> None:
@@ -326,6 +387,17 @@ async def test_a_websocket_goes_where_its_model_is_and_may_be_silent() -> None:
 async def test_a_websocket_is_refused_where_it_cannot_be_salted() -> None:
     async with Pool(P(), tenancy=TenancyConfig(header="x-tenant", salt="derive")) as pool:
         await pool.expect_refusal(get("/v1/realtime", headers={"x-tenant": "a"}), 400)
+
+
+@pytest.mark.parametrize(("length", "status"), [(1024, None), (1025, 400), (1 << 20, 400)])
+async def test_a_name_that_would_come_back_with_every_token_is_bounded(length: int, status: int | None) -> None:
+    async with Pool(P(), epp=EppConfig(rewrites=("old=foo",))) as pool:
+        asked = request(model="m" * length, headers={"x-llm-d-model-name-rewrite": "foo"})
+        if status is None:
+            (await pool.picked(asked)).watch.aborted()
+        else:
+            await pool.expect_refusal(asked, status)
+        assert pool.is_idle()
 
 
 async def test_a_body_of_a_million_members_is_not_taken_apart_to_rename_its_model() -> None:

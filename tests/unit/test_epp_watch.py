@@ -55,6 +55,29 @@ async def test_a_stream_has_a_first_token() -> None:
         assert pool.value("warmroute_time_to_first_token_seconds_count") == 1
 
 
+_USED = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":10,"total_tokens":15}}\n\n'
+_TEXT = b'data: {"choices":[{"text":"a"}],"usage":null}\n\n'
+_DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "output_tokens"),
+    [
+        ((_USED, _DONE), 10),
+        ((_TEXT, _USED, _DONE), 10),
+        ((_TEXT + _USED[:20], _USED[20:], _DONE[:5], _DONE[5:]), 10),
+        ((_USED + b"data: [DONE]",), 10),
+        ((_TEXT, _DONE), None),
+    ],
+)
+async def test_case_19_26_usage_of_a_stream(chunks: tuple[bytes, ...], output_tokens: int | None) -> None:
+    async with Pool(P()) as pool:
+        answer(await pool.picked(request(stream=True)), *chunks, **SSE)
+        assert pool.is_idle()
+        await pool.access.close()
+        assert json.loads(pool.log.getvalue()).get("output_tokens") == output_tokens
+
+
 @pytest.mark.parametrize("way", ["ended", "aborted", "unseen"])
 @pytest.mark.parametrize("status", [None, 200, 400, 500, 503])
 @pytest.mark.parametrize("remote", [False, True])

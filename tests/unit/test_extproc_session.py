@@ -587,3 +587,16 @@ def test_who_served_is_named_only_where_the_proxy_tells() -> None:
     talk.session.decide(Pick(endpoints=(POD,), watch=talk.watch, served_header="x-served"))
     (answer,) = talk.feed(response_head())
     assert headers_set(answer.response_headers.response) == {}
+
+
+@pytest.mark.parametrize("scores", [{}, {POD: 0.5, "[fd00::1]:8000": 1.0}])
+def test_case_20_scores_are_metadata_beside_the_destination(scores: dict[str, float]) -> None:
+    talk = Talk()
+    talk.feed(request_head(ends=True, modes=FD))
+    (answer,) = talk.session.decide(Pick(endpoints=(POD,), watch=talk.watch, scores=scores))
+    told = answer.dynamic_metadata.fields["envoy.lb"].struct_value
+    assert told.fields[DESTINATION].string_value == POD
+    assert (DESTINATION + "-scores" in told.fields) == bool(scores)
+    assert {
+        name: each.number_value for name, each in told.fields[DESTINATION + "-scores"].struct_value.fields.items()
+    } == scores

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.form import WINDOW_BYTES, fields
+from gateway.form import WINDOW_BYTES, fields, with_field
 
 BIG = b"\0\xff" * WINDOW_BYTES
 NAMES = frozenset({"model", "stream"})
@@ -115,3 +115,21 @@ def test_the_boundary_is_the_headers(content_type: str, found: str | None) -> No
 @pytest.mark.parametrize("body", [b"", b"--B", b"--B\r\n", b"--B--", b"\r\n--B\r\n\r\n", b"\r\n" * 1000])
 def test_rubbish_names_nothing(body: bytes) -> None:
     assert fields("multipart/form-data; boundary=B", body, NAMES) == {}
+
+
+@pytest.mark.parametrize("big", [b"RIFF", BIG, b"\r\n--B\r\n"[:-3] + b"model"])
+@pytest.mark.parametrize("value", ["w", "a-longer-name-than-before", "é\u20ac"])
+def test_another_value_takes_the_place_of_each_found_and_nothing_else_moves(big: bytes, value: str) -> None:
+    kind = "multipart/form-data; boundary=B"
+    asks = file(b'name="model"' + big, b"model")
+    body = MODEL + asks + LANGUAGE + MODEL + b"--B--\r\n"
+    new = field(b"model", value.encode())
+    assert with_field(kind, body, "model", value) == new + asks + LANGUAGE + new + b"--B--\r\n"
+    assert fields(kind, with_field(kind, body, "model", value), NAMES) == {"model": value}
+    assert with_field("multipart/form-data", body, "model", value) == body
+    assert with_field(kind, body, "absent", value) == body
+
+
+def test_a_value_that_would_end_its_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="end its part"):
+        with_field("multipart/form-data; boundary=B", MODEL, "model", "a\r\n--B--")

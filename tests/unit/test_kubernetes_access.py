@@ -106,6 +106,16 @@ def test_kubeconfig_of_kubectl_proxy(tmp_path: Path) -> None:
 HTTPS = {"server": "https://api:6443"}
 
 
+def test_yaml_takes_some_tokens_for_numbers(tmp_path: Path) -> None:
+    access = from_kubeconfig(written(tmp_path, config(HTTPS, {"token": 12345})))
+    assert access.bearer() == "12345"
+
+
+def test_a_server_below_a_path(tmp_path: Path) -> None:
+    server = "https://rancher/k8s/clusters/c-1"
+    assert from_kubeconfig(written(tmp_path, config({"server": server + "/"}, None))).server == server
+
+
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
@@ -114,6 +124,10 @@ HTTPS = {"server": "https://api:6443"}
         ({"current-context": "x", "contexts": None}, "no context called x"),
         ({"current-context": "x", "contexts": [{"name": "x", "context": {"cluster": "y"}}]}, "no cluster called y"),
         (config({}, {}), "no server URL"),
+        *((config({"server": f"https://{rest}"}, {}), "no server URL") for rest in ("", "api:99999", "[::1", "a b")),
+        (config(HTTPS | {"certificate-authority": ["ca.pem"]}, {}), "certificate-authority has to be a text"),
+        (config(HTTPS, {"token": {"a": "b"}}), "token has to be a text"),
+        (config(HTTPS, {"as": "admin"}), "acts as another"),
         (config(HTTPS, {"exec": {"command": "aws"}}), r"exec, which is not supported; .*kubectl create token"),
         (config(HTTPS, {"auth-provider": {"name": "gcp"}}), "auth-provider, which is not supported"),
         (config(HTTPS, {"username": "a", "password": "b"}), "has a password"),

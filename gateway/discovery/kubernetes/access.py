@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from yarl import URL
 
 from gateway.errors import UserError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _DEFAULT_NAMESPACE = "default"
+_TEXTS = frozenset(
+    {"tls-server-name", "token", "tokenFile"}
+    | {f"{what}{of}" for what in ("certificate-authority", "client-certificate", "client-key") for of in ("", "-data")}
+)
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +97,7 @@ def _read(tree: Mapping[str, Any], path: Path) -> Access:
     cluster = _named(tree, "clusters", "cluster", context.get("cluster"), where)
     user = _named(tree, "users", "user", context.get("user"), where) if context.get("user") else {}
     server = str(cluster.get("server") or "").rstrip("/")
-    if not server.startswith(("http://", "https://")):
+    if not _is_url(server):
         raise UserError(f"{where}: its cluster has no server URL")
     for key in ("exec", "auth-provider"):
         if user.get(key):
@@ -102,8 +107,11 @@ def _read(tree: Mapping[str, Any], path: Path) -> Access:
             )
     if user.get("username"):
         raise UserError(f"{where}: its user has a password, which Kubernetes takes no more; put a token there")
+    if user.get("as"):
+        raise UserError(f"{where}: its user acts as another (as), which is not supported")
     if cluster.get("proxy-url"):
         raise UserError(f"{where}: proxy-url is not supported")
+    cluster, user = _texts(cluster, where), _texts(user, where)
     token_file = user.get("tokenFile")
     return Access(
         server=server,
@@ -113,6 +121,25 @@ def _read(tree: Mapping[str, Any], path: Path) -> Access:
         token=user.get("token"),
         token_file=path.parent / str(token_file) if token_file else None,
     )
+
+
+def _is_url(server: str) -> bool:
+    try:
+        url = URL(server)
+        return url.scheme in ("http", "https") and bool(url.host) and not set(server) & set(" ?#")
+    except ValueError:
+        return False
+
+
+def _texts(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """YAML takes some tokens and names for numbers. Raises UserError for what is no text at all."""
+    texts = dict(given)
+    for key in _TEXTS & given.keys():
+        value = given[key]
+        if isinstance(value, bool | list | dict):
+            raise UserError(f"{where}: {key} has to be a text")
+        texts[key] = None if value is None else str(value)
+    return texts
 
 
 def _named(tree: Mapping[str, Any], kind: str, key: str, name: object, where: str) -> Mapping[str, Any]:

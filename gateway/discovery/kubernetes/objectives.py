@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -17,7 +17,7 @@ class _Meta(msgspec.Struct):
 
 class _Spec(msgspec.Struct, rename="camel"):
     pool_ref: PoolRef
-    priority: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
 
 
 class _Objective(msgspec.Struct):

@@ -183,6 +183,8 @@ class Reflector(Generic[T]):
                 self._take(name, raw)
             if not answer.metadata.continue_:
                 break
+            if page.get("continue") == answer.metadata.continue_:
+                raise Unreachable("a list goes on with the same page for ever")
             page["continue"] = answer.metadata.continue_
         for name in [name for name in (*self.items, *self.unreadable) if name not in found]:
             self._drop(name)

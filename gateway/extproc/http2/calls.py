@@ -8,7 +8,8 @@ from typing import Protocol
 from urllib.parse import quote
 
 from gateway.extproc.http2 import frames
-from gateway.extproc.http2.connection import Fields, Sending
+from gateway.extproc.http2.blocks import Fields
+from gateway.extproc.http2.connection import Sending
 from gateway.proxy.errors import log_unexpected
 
 _log = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ _PREFIX_BYTES = 5
 _TYPE = "application/grpc"
 _HEAD = frames.block(((":status", "200"), ("content-type", _TYPE)))
 _DONE = frames.block((("grpc-status", "0"),))
+_UNCOMPRESSED_ONLY = frames.block((("grpc-accept-encoding", "identity"),))
+_TEXT_CHARS = 1000
 _NOT_GRPC = frames.block(((":status", "415"),))
 
 
@@ -39,15 +42,14 @@ class Call:
     at other times than from within what `Serving` hears.
     """
 
-    __slots__ = ("_begun", "_needed", "_parts", "_sending", "_size", "fields", "flush", "most_bytes", "over", "serving")
+    __slots__ = ("_begun", "_needed", "_part", "_sending", "fields", "flush", "most_bytes", "over", "serving")
 
     def __init__(self, sending: Sending, most_bytes: int, flush: Callable[[], None], fields: Fields = ()) -> None:
         """`fields`: the headers with which it was begun."""
         self.fields = fields
         self._sending = sending
         self._begun = False
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._part = bytearray()  # Of a message; a list of pieces would take many times as much where they are small.
         self._needed = _PREFIX_BYTES
         self.most_bytes = most_bytes
         self.flush = flush
@@ -57,17 +59,16 @@ class Call:
     # ---- what comes --------------------------------------------------------------------------------------------------
 
     def data(self, payload: bytes) -> None:
-        if self._size:
-            self._parts.append(payload)
-            self._size += len(payload)
-            if self._size < self._needed:
+        if self._part:
+            self._part += payload
+            if len(self._part) < self._needed:
                 return
-            payload = b"".join(self._parts)
+            payload = bytes(self._part)
         at, end = 0, len(payload)
         while not self.over and end - at >= _PREFIX_BYTES:
             size = int.from_bytes(payload[at + 1 : at + _PREFIX_BYTES], "big")
             if payload[at]:
-                self.abort(UNIMPLEMENTED, "messages are not taken compressed")
+                self.abort(UNIMPLEMENTED, "messages are not taken compressed", _UNCOMPRESSED_ONLY)
                 return
             if size > self.most_bytes:
                 self.abort(RESOURCE_EXHAUSTED, f"a message is longer than {self.most_bytes} bytes")
@@ -80,11 +81,10 @@ class Call:
             at = stop
         else:
             self._needed = _PREFIX_BYTES
-        left = payload[at:] if not self.over else b""
-        self._parts, self._size = ([left], len(left)) if left else ([], 0)
+        self._part = bytearray() if self.over else bytearray(payload[at:])
 
     def half_closed(self) -> None:
-        if self._size and not self.over:
+        if self._part and not self.over:
             self.abort(INTERNAL, "the call ended within a message")
             return
         if self.serving is not None:
@@ -124,15 +124,17 @@ class Call:
             self._sending.end(_DONE if self._begun else _HEAD + _DONE)
             self._leave()
 
-    def abort(self, status: int, text: str) -> None:
+    def abort(self, status: int, text: str, more: bytes = b"") -> None:
+        """`more`: a header block."""
         if not self.over:
-            told = frames.block((("grpc-status", str(status)), ("grpc-message", quote(text, safe=" "))))
+            message = quote(text[:_TEXT_CHARS].strip(), safe=" ")
+            told = frames.block((("grpc-status", str(status)), ("grpc-message", message))) + more
             self._sending.end(told if self._begun else _HEAD + told)
             self._leave()
 
     def _leave(self) -> None:
         self.over = True
-        self._parts, self._size = [], 0
+        self._part = bytearray()
         serving, self.serving = self.serving, None
         if serving is not None:
             try:
@@ -145,7 +147,11 @@ Method = Callable[[Call], Serving]
 
 
 class Calls:
-    """Takes the streams of one connection for calls of `methods`, by path."""
+    """Takes the streams of one connection for calls of `methods`, by path.
+
+    A deadline (grpc-timeout) is the client's own to keep: it resets the stream. What is kept of a call is a message
+    that is not whole, of up to `most_bytes`.
+    """
 
     def __init__(self, methods: Mapping[str, Method], most_bytes: int, flush: Callable[[], None]) -> None:
         self._methods = methods
@@ -155,7 +161,7 @@ class Calls:
     def accept(self, sending: Sending, fields: Fields) -> Call:
         call = Call(sending, self._most_bytes, self._flush, fields)
         said = dict(fields)
-        if said.get(":method") != "POST" or not said.get("content-type", "").startswith(_TYPE):
+        if said.get(":method") != "POST" or not _is_grpc(said.get("content-type", "")):
             call.over = True
             sending.end(_NOT_GRPC)
             return call
@@ -169,3 +175,8 @@ class Calls:
         except Exception as exc:
             call._failed(exc)
         return call
+
+
+def _is_grpc(content_type: str) -> bool:
+    """Not application/grpc-web, which frames its trailers otherwise."""
+    return content_type.partition(";")[0].partition("+")[0].strip() == _TYPE

@@ -6,26 +6,29 @@
 # written gathers in `out`. A frame is looked at when it is whole; of one that is not, only its parts are kept, none
 # longer than `_FRAME_BYTES`.
 #
-# We ask the client for no header table (HEADER_TABLE_SIZE 0). Once it obeys, equal header blocks mean equal headers,
-# and those of a proxy are nearly all equal: they are decoded once.
+# We ask the client for no header table (HEADER_TABLE_SIZE 0), so that equal header blocks mean equal headers. Our own
+# use none, which the first of them says.
 #
-# What we hold for a stream is bounded by whoever handles it (it is given all bytes at once, and may `reset`); windows
-# are therefore opened again as soon as bytes are here. What the client does not take waits in the stream (its window)
-# or in the socket, in which case the listener stops reading.
+# What comes is given to whoever handles the stream at once, who bounds what is kept of it and may `reset`; the window
+# is then opened again, but not while answers wait for the client's own: who does not read is not read from. What passes
+# its windows and not its socket waits there, in which case the listener stops reading. So a client makes us keep,
+# beside what handlers do: for a stream what one window (`_STREAM_WINDOW_BYTES`) is answered with, for a connection
+# `_MOST_STREAMS` streams, one frame, one header block and those that are known (some MB at most).
+#
+# Nothing bounds how many streams a client opens and resets (CVE-2023-44487): a proxy whose clients leave does so all
+# day, and each costs no more than one that is used. Nothing of a stream is kept after it.
 #
 # Faults of one stream reset it; faults of the connection end it with GOAWAY, and every handler is told.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol
 
-import hpack
-
 from gateway.extproc.http2 import frames
-
-Fields = tuple[tuple[str, str], ...]
+from gateway.extproc.http2.blocks import Fields, HeaderBlocks
+from gateway.extproc.http2.frames import Fault
 
 _FRAME_BYTES = 1 << 16
 """Of frames we take; the answer's parts of a large body are as long."""
@@ -34,7 +37,12 @@ _WINDOW_BYTES = 1 << 26
 _MOST_STREAMS = 1 << 14
 _BLOCK_BYTES = 1 << 16
 """Of one request's headers, compressed; and of what they become."""
-_MOST_CACHED = 256
+_RETIRED_ID = frames.LARGEST_ID - (1 << 24)
+"""From there on it is time for another connection: a thousand streams a second use up their numbers in two weeks."""
+_TLS = b"\x16"
+"""The first byte of a TLS handshake."""
+_EMPTY_TABLE = b"\x20"
+"""A header block's first byte that says so (RFC 7541, 6.3)."""
 _FIRST_WINDOW_BYTES = (1 << 16) - 1
 """Before anybody says otherwise (RFC 9113, 6.9.2)."""
 
@@ -51,14 +59,6 @@ class Handler(Protocol):
         """The stream is over before we ended it. Nothing more can be sent."""
 
 
-class Fault(Exception):
-    """Of the whole connection, by its RFC 9113 code."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
 class Sending:
     """Our half of one stream, and what is known of the client's."""
 
@@ -71,24 +71,26 @@ class Sending:
         self.handler: Handler | None = None
         self.taken = 0
         """Bytes that came since the window was last opened."""
-        self.waiting: deque[bytes] = deque()
+        self.waiting: deque[memoryview] = deque()
         self.last: bytes | None = None
-        """The trailers, as a whole frame, once they are to be sent."""
+        """The block of the trailers, once they are to be sent."""
         self.half_closed = False
         self.ended = False
 
     def headers(self, block: bytes) -> None:
-        self._connection.out.append(frames.headers(self.id, block, ends=False))
+        """Before any data."""
+        if not self.ended:
+            self._connection.head(self, block, ends=False)
 
     def data(self, payload: bytes) -> None:
         """Sent as far as the client's windows allow, the rest when they do."""
-        if not self.ended:
+        if not self.ended and self.last is None:
             self._connection.send(self, payload)
 
     def end(self, block: bytes) -> None:
         """Trailers, after which nothing is sent."""
         if not self.ended and self.last is None:
-            self.last = frames.headers(self.id, block, ends=True)
+            self.last = block
             if not self.waiting:
                 self._connection.finish(self)
 
@@ -102,12 +104,14 @@ Accept = Callable[[Sending, Fields], Handler]
 
 
 class Connection:
-    """`accept` is given every new stream with its headers. `closed`: nothing more is read; write `out` and hang up."""
+    """`accept` is given every new stream with its headers. `out`: parts of frames to write. `closed`: nothing more is
+    read; write `out` and hang up.
+    """
 
     def __init__(self, accept: Accept) -> None:
         self._accept = accept
         self.closed = False
-        self.out: list[bytes] = [
+        self.out: list[bytes | memoryview] = [
             frames.settings(
                 {
                     frames.HEADER_TABLE_SIZE: 0,
@@ -121,6 +125,8 @@ class Connection:
         ]
         self.streams: dict[int, Sending] = {}
         self.begun = False
+        self.fault = ""
+        """Of the client, for which it is closed."""
         self._last_id = 0
         self._parts: list[bytes] = []
         self._size = 0
@@ -131,9 +137,11 @@ class Connection:
         self._window = _FIRST_WINDOW_BYTES
         self._stream_window = _FIRST_WINDOW_BYTES
         self._most_frame = frames.SMALLEST_FRAME
-        self._blocked: dict[int, Sending] = {}
-        self._decoder = hpack.Decoder(max_header_list_size=_BLOCK_BYTES)
-        self._known: dict[bytes, Fields] = {}
+        self._blocked: OrderedDict[int, Sending] = OrderedDict()
+        """Those that wait for the connection's window, whoever waits longest first."""
+        self._first = _EMPTY_TABLE
+        self._retired = False
+        self._blocks = HeaderBlocks(_BLOCK_BYTES)
         self._block: tuple[int, bool, list[bytes]] | None = None
         """Of a HEADERS frame whose CONTINUATIONs are awaited: stream, whether it ends it, and the parts."""
         self._block_size = 0
@@ -152,7 +160,8 @@ class Connection:
         try:
             left = self._frames(data)
         except Fault as fault:
-            self.close(fault.code, str(fault))
+            self.fault = str(fault)
+            self.close(fault.code, self.fault)
             return
         self._parts = [left] if left else []
         self._size = len(left)
@@ -189,7 +198,8 @@ class Connection:
     def _preface(self, data: bytes) -> int:
         known = frames.PREFACE
         if data[: len(known)] != known[: len(data)]:
-            raise Fault(frames.PROTOCOL_ERROR, "this is not HTTP/2")
+            what = "this is TLS, and plain HTTP/2 is expected" if data[:1] == _TLS else "this is not HTTP/2"
+            raise Fault(frames.PROTOCOL_ERROR, what)
         if len(data) < len(known):
             self._needed = len(known)
             return 0
@@ -210,28 +220,32 @@ class Connection:
             self._drop(stream, frames.STREAM_CLOSED)
             return
         if flags & frames.PADDED:
-            payload = _unpadded(payload)
-        if flags & frames.END_STREAM:
-            stream.half_closed = True
-        elif size:
-            stream.taken += size
-            if stream.taken > _STREAM_WINDOW_BYTES:
-                raise Fault(frames.FLOW_CONTROL_ERROR, "more than the window of a stream")
-            if stream.taken > _STREAM_WINDOW_BYTES // 2:
-                self.out.append(frames.window_update(stream_id, stream.taken))
-                stream.taken = 0
+            payload = frames.unpadded(payload)
+        stream.taken += size
+        if stream.taken > _STREAM_WINDOW_BYTES:
+            self._drop(stream, frames.FLOW_CONTROL_ERROR)
+            return
+        stream.half_closed = bool(flags & frames.END_STREAM)
         handler = stream.handler
         if handler is not None:
             if payload:
                 handler.data(payload)
             if stream.half_closed and not stream.ended:
                 handler.half_closed()
+        if not stream.ended:
+            self._open(stream)
+
+    def _open(self, stream: Sending) -> None:
+        """Let more come, unless the client leaves our answers where they are."""
+        if stream.taken > _STREAM_WINDOW_BYTES // 2 and not stream.waiting and not stream.half_closed:
+            self.out.append(frames.window_update(stream.id, stream.taken))
+            stream.taken = 0
 
     def _headers(self, stream_id: int, flags: int, payload: bytes) -> None:
         if not stream_id & 1:
             raise Fault(frames.PROTOCOL_ERROR, "a stream of an even number")
         if flags & frames.PADDED:
-            payload = _unpadded(payload)
+            payload = frames.unpadded(payload)
         if flags & frames.WITH_PRIORITY:
             if len(payload) < 5:
                 raise Fault(frames.FRAME_SIZE_ERROR, "HEADERS are too short for their priority")
@@ -256,7 +270,7 @@ class Connection:
             self._block_of(stream_id, ends, b"".join(parts))
 
     def _block_of(self, stream_id: int, ends: bool, block: bytes) -> None:
-        fields = self._fields(block)
+        fields = self._blocks.fields(block)
         stream = self.streams.get(stream_id)
         if stream is not None:
             if not ends or stream.half_closed:
@@ -267,8 +281,12 @@ class Connection:
                 stream.handler.half_closed()
             return
         if stream_id <= self._last_id:
+            if not ends:
+                raise Fault(frames.PROTOCOL_ERROR, "the numbers of streams go backwards")
             return  # Trailers of a stream that we have ended.
         self._last_id = stream_id
+        if stream_id > _RETIRED_ID:
+            self.retire()
         if len(self.streams) >= _MOST_STREAMS:
             self.out.append(frames.rst_stream(stream_id, frames.REFUSED_STREAM))
             return
@@ -277,21 +295,6 @@ class Connection:
         stream.handler = self._accept(stream, fields)
         if ends and not stream.ended:
             stream.handler.half_closed()
-
-    def _fields(self, block: bytes) -> Fields:
-        """Raises Fault: what follows on the connection could not be read either."""
-        known = self._known.get(block)
-        if known is not None:
-            return known
-        try:
-            fields = tuple((_text(name), _text(value)) for name, value in self._decoder.decode(block, raw=True))
-        except (hpack.HPACKError, UnicodeError):
-            raise Fault(frames.COMPRESSION_ERROR, "headers cannot be read") from None
-        if self._decoder.header_table_size == 0:
-            if len(self._known) >= _MOST_CACHED:
-                self._known.clear()
-            self._known[block] = fields
-        return fields
 
     def _reset(self, stream_id: int, _: int, payload: bytes) -> None:
         if len(payload) != 4:
@@ -311,7 +314,8 @@ class Connection:
         self.begun = True
         if flags & frames.ACK:
             return
-        for name, value in frames.settings_of(payload):
+        self.out.append(frames.SETTINGS_ACK)  # Before what they allow: some clients reckon with them from then on.
+        for name, value in dict(frames.settings_of(payload)).items():
             if name == frames.INITIAL_WINDOW_SIZE:
                 if value > frames.LARGEST_WINDOW:
                     raise Fault(frames.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE is too large")
@@ -324,7 +328,6 @@ class Connection:
                 self._most_frame = min(value, _FRAME_BYTES)
             elif name == frames.ENABLE_PUSH and value > 1:
                 raise Fault(frames.PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
-        self.out.append(frames.SETTINGS_ACK)
 
     def _ping(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id or len(payload) != 8:
@@ -340,7 +343,8 @@ class Connection:
             self._window += more
             if not more or self._window > frames.LARGEST_WINDOW:
                 raise Fault(frames.FLOW_CONTROL_ERROR if more else frames.PROTOCOL_ERROR, "a wrong WINDOW_UPDATE")
-            for blocked in list(self._blocked.values()):
+            while self._blocked and self._window > 0:
+                _, blocked = self._blocked.popitem(last=False)
                 self._go_on(blocked)
             return
         stream = self.streams.get(stream_id)
@@ -374,6 +378,10 @@ class Connection:
 
     # ---- what goes ---------------------------------------------------------------------------------------------------
 
+    def head(self, stream: Sending, block: bytes, *, ends: bool) -> None:
+        self.out.append(frames.headers(stream.id, self._first + block, ends=ends))
+        self._first = b""
+
     def send(self, stream: Sending, payload: bytes) -> None:
         size = len(payload)
         if size <= self._most_frame and size <= stream.window and size <= self._window and not stream.waiting:
@@ -381,7 +389,7 @@ class Connection:
             self._window -= size
             self.out += (frames.head(size, frames.DATA, 0, stream.id), payload)
             return
-        stream.waiting.append(payload)
+        stream.waiting.append(memoryview(payload))
         self._go_on(stream)
 
     def _go_on(self, stream: Sending) -> None:
@@ -390,7 +398,8 @@ class Connection:
         while waiting:
             room = min(stream.window, self._window, self._most_frame)
             if room <= 0:
-                self._blocked[stream.id] = stream
+                if self._window <= 0:
+                    self._blocked[stream.id] = stream
                 return
             payload = waiting.popleft()
             if len(payload) > room:
@@ -400,7 +409,9 @@ class Connection:
             self._window -= len(payload)
             out += (frames.head(len(payload), frames.DATA, 0, stream.id), payload)
         self._blocked.pop(stream.id, None)
-        if stream.last is not None:
+        if stream.last is None:
+            self._open(stream)
+        else:
             self.finish(stream)
 
     def _widen(self, stream: Sending, more: int) -> None:
@@ -413,7 +424,7 @@ class Connection:
     def finish(self, stream: Sending) -> None:
         """Our half is all sent. If the client's is not, it need not be."""
         if stream.last is not None:
-            self.out.append(stream.last)
+            self.head(stream, stream.last, ends=True)
         if not stream.half_closed:
             self.out.append(frames.rst_stream(stream.id, frames.NO_ERROR))
         self.forget(stream)
@@ -423,6 +434,12 @@ class Connection:
         stream.waiting.clear()
         self.streams.pop(stream.id, None)
         self._blocked.pop(stream.id, None)
+
+    def retire(self) -> None:
+        """Ask the client to open its next streams on another connection. Those it opens here are served as before."""
+        if not self.closed and not self._retired:
+            self._retired = True
+            self.out.append(frames.goaway(frames.LARGEST_ID, frames.NO_ERROR))
 
     def close(self, code: int = frames.NO_ERROR, text: str = "") -> None:
         """Say good-bye; every stream that runs is lost."""
@@ -453,13 +470,3 @@ _READ: dict[int, Callable[[Connection, int, int, bytes], None]] = {
     frames.WINDOW_UPDATE: Connection._window_update,
     frames.CONTINUATION: Connection._continuation,
 }
-
-
-def _unpadded(payload: bytes) -> bytes:
-    if not payload or payload[0] >= len(payload):
-        raise Fault(frames.PROTOCOL_ERROR, "more padding than payload")
-    return payload[1 : len(payload) - payload[0]]
-
-
-def _text(raw: bytes | str) -> str:
-    return raw if isinstance(raw, str) else raw.decode("latin-1")

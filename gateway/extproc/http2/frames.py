@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
-LARGEST_WINDOW = (1 << 31) - 1
+LARGEST_WINDOW = LARGEST_ID = (1 << 31) - 1
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 
@@ -31,6 +31,15 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX
     range(1, 7)
 )
 SMALLEST_FRAME, LARGEST_FRAME = 1 << 14, (1 << 24) - 1
+
+
+class Fault(Exception):
+    """Of the whole connection, by its code."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
 
 _HEAD = struct.Struct(">HBBBL")
 _SETTING = struct.Struct(">HL")
@@ -98,3 +107,10 @@ def _string(text: str) -> bytes:
 def long_of(payload: bytes) -> int:
     """The first 31 bits of a number of 32."""
     return int.from_bytes(payload[:4], "big") & LARGEST_WINDOW
+
+
+def unpadded(payload: bytes) -> bytes:
+    """Raises Fault."""
+    if not payload or payload[0] >= len(payload):
+        raise Fault(PROTOCOL_ERROR, "more padding than payload")
+    return payload[1 : len(payload) - payload[0]]

@@ -1,0 +1,332 @@
+"""A copy of an indexer's index, kept in one thread: decisions go on in this process, and need no answer from anybody.
+
+While no indexer answers the copy stays as it is, marked stale; what is sent meanwhile is assumed. It goes on where it
+was if the same indexer still has what followed, else what it holds is put right from a snapshot, a worker at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from gateway.engine.feed import FeedStatus
+from gateway.engine.intake import OnClear, OnNews
+from gateway.indexservice.addresses import Addresses
+from gateway.indexservice.server import SERVICE
+from gateway.indexservice.wire import WireError, change_of, section_changes, status_of
+from gateway.pb import indexer_pb2 as pb
+from indexer import Change, Holder, Replica
+from scorer.types import RequestFacts
+
+_log = logging.getLogger(__name__)
+SILENT_S = 4.0
+"""An indexer says something every second."""
+_GRACE_S = 2.0
+"""So long another one may be looked for before the copy counts as stale."""
+_FORGET_TIMEOUT_S = 2.0
+_APART_S = (1.0, 60.0)
+"""Between two snapshots because of what went wrong in a copy: at least, and as it goes on."""
+
+
+class _Broken(Exception):
+    """The stream is of no use."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(why)
+        self.what = what
+
+
+class ReplicaLink:
+    """An `Intake` whose workers an indexer knows. `on_news` and `on_clear` are called from its thread."""
+
+    def __init__(self, addresses: Addresses, replica: Replica, *, now: Callable[[], float] = time.monotonic) -> None:
+        self.on_news: OnNews = lambda worker, rank: None
+        self.on_clear: OnClear = lambda worker, rank, reason: None
+        self.problem: str | None = None
+        """Why no indexer is followed now."""
+        self._addresses = addresses
+        self._replica = replica
+        self._now = now
+        self._counters: Counter[str] = Counter()
+        self._feeds: dict[Holder, pb.Feed] = {}
+        self._heard_s: dict[Holder, float] = {}
+        self._instance = ""
+        self.sequence = 0
+        """Of the last delta taken in."""
+        self.is_live = False
+        """Whether an indexer is followed now, and all that it had is here."""
+        self._live_until_s = now()
+        """When it was last so."""
+        self._last_heard_s = now()
+        self._apart_s = _APART_S[0]
+        self._told: set[Holder] | None = None
+        """Holders the snapshot has told of; None: none is coming in."""
+        self._fed: set[Holder] = set()
+        """Holders whose feed was told of while it came in."""
+        self._parts: list[Change] = []
+        self._call: grpc.Call | None = None
+        self._channel: grpc.Channel | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="index-copy", daemon=True)
+
+    # ---- from any thread ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._hang_up()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def add(
+        self,
+        worker: str,
+        rank: int,
+        endpoint: str | None,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str | None = None,
+    ) -> None:
+        """Nothing: whom an indexer follows is for its own configuration to say."""
+
+    def remove(self, worker: str) -> None:
+        """Nothing, as above."""
+
+    def process_restarted(self, worker: str, reason: str, process_start_s: float | None = None) -> None:
+        """Nothing: the indexer sees it too, and when it says so is when what it said before is void."""
+
+    def forget(self, worker: str, reason: str) -> None:
+        """Told to the indexer, which tells everybody."""
+        self._replica.drop(worker)
+        channel = self._channel
+        if channel is None or not self.is_live:
+            self._instance = ""
+            return
+        method = channel.unary_unary(
+            f"/{SERVICE}/Forget", pb.ForgetRequest.SerializeToString, pb.ForgetResponse.FromString
+        )
+        answer = method.future(pb.ForgetRequest(worker=worker), timeout=_FORGET_TIMEOUT_S)
+        answer.add_done_callback(lambda done: self._told_to_forget(worker, done))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what is here is of before."""
+        return not self.is_live and self._now() - self._live_until_s > _GRACE_S
+
+    @property
+    def address(self) -> str:
+        return self._addresses.current
+
+    def note(self, facts: RequestFacts) -> str | None:
+        return "index stale" if self.is_stale else None
+
+    def degraded(self) -> Iterator[tuple[str, str]]:
+        if self.is_stale:
+            age_s = self._now() - self._live_until_s
+            why = self.problem or "none has answered yet"
+            yield "indexer_lost", f"the index is as it was {age_s:.0f} s ago; {self.address}: {why}"
+        if self._replica.is_trimmed:
+            yield "index_trimmed", "index.budget_bytes is too small for a copy of the indexer's index"
+        if self._apart_s > 2 * _APART_S[0]:
+            yield "index_differs", f"the copy had to begin anew, several times: {self.problem or 'it is checked now'}"
+
+    def status(self) -> dict[Holder, FeedStatus]:
+        now_s = self._now()
+        if now_s - self._last_heard_s > SILENT_S:
+            self._hang_up()
+        stale = self.is_stale
+        return {
+            holder: status_of(holder, feed, stale=stale, heard_s_ago=self._age(holder, now_s))
+            for holder, feed in list(self._feeds.items())
+        }
+
+    def counters(self) -> dict[str, int]:
+        return {f"copy_{name}": n for name, n in list(self._counters.items())}
+
+    def replay_levels(self) -> dict[str, int]:
+        return {}
+
+    def unmatched_topics(self) -> dict[str, int]:
+        return {}
+
+    def _age(self, holder: Holder, now_s: float) -> float | None:
+        heard_s = self._heard_s.get(holder)
+        return None if heard_s is None else max(0.0, now_s - heard_s)
+
+    def _hang_up(self) -> None:
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def _told_to_forget(self, worker: str, done: grpc.Future[pb.ForgetResponse]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._counters["forgets_failed"] += 1
+            _log.warning("the indexer was not told that the cache of %s is empty: %s", worker, error)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            wait_s = 0.0
+            try:
+                self._follow()
+                wait_s = self._lost("ended", "it ended the stream")
+            except grpc.RpcError as exc:
+                code, detail = _said(exc)
+                if code is grpc.StatusCode.OUT_OF_RANGE:
+                    wait_s = self._apart("cut_off", "this process was too slow for what changes")
+                else:
+                    wait_s = self._lost("lost", detail)
+            except _Broken as exc:
+                wait_s = self._apart(exc.what, str(exc))
+            except Exception as exc:
+                _log.exception("unexpected while following the indexer; going on")
+                self._instance = ""
+                wait_s = self._lost("unexpected", type(exc).__name__) + 1.0
+            self._stopping.wait(wait_s)
+        self._close()
+
+    def _lost(self, what: str, why: str) -> float:
+        was_live = self.is_live
+        address = self.address
+        self._counters[what] += 1
+        self._end_of_life(why)
+        if was_live and not self._stopping.is_set():
+            _log.warning("the indexer at %s is lost, the copy of its index stays as it is: %s", address, why)
+        return self._addresses.failed()
+
+    def _apart(self, what: str, why: str) -> float:
+        """The same one is asked for a snapshot, not too often: how long to wait until then."""
+        self._counters[what] += 1
+        self._instance = ""
+        self._end_of_life(why)
+        _log.warning("the copy of the index at %s begins anew: %s", self.address, why)
+        wait_s, self._apart_s = self._apart_s, min(_APART_S[1], 2 * self._apart_s)
+        return wait_s
+
+    def _end_of_life(self, why: str) -> None:
+        if self.is_live:
+            self._live_until_s = self._now()
+        self.is_live = False
+        self._told = None
+        self.problem = why
+        self._close()
+
+    def _close(self) -> None:
+        channel, self._channel, self._call = self._channel, None, None
+        if channel is not None:
+            channel.close()
+
+    def _follow(self) -> None:
+        options, credentials = self._addresses.options(), self._addresses.credentials()
+        if credentials is None:
+            channel = grpc.insecure_channel(self.address, options)
+        else:
+            channel = grpc.secure_channel(self.address, credentials, options)
+        self._channel = channel
+        self._last_heard_s = self._now()
+        watch = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
+        call = self._call = watch(pb.WatchRequest(instance=self._instance, sequence=self.sequence))
+        if self._stopping.is_set():
+            call.cancel()
+        for update in call:
+            self._last_heard_s = self._now()
+            try:
+                self._take(update)
+            except (WireError, ValueError) as exc:
+                raise _Broken("unreadable", f"it says what cannot be: {exc}") from None
+
+    def _take(self, update: pb.Update) -> None:
+        if update.HasField("begin"):
+            self._begin(update.begin)
+        for section in update.sections:
+            self._section(section)
+        for delta in update.deltas:
+            if delta.sequence != self.sequence + 1:
+                raise _Broken("gaps", f"delta {delta.sequence} came after {self.sequence}")
+            for change in delta.changes:
+                self._change(change)
+            self.sequence = delta.sequence
+        if update.HasField("end"):
+            self._end(update.end)
+
+    def _begin(self, begin: pb.Begin) -> None:
+        if begin.resumed and (begin.instance, begin.sequence) != (self._instance, self.sequence):
+            raise _Broken("gaps", "it goes on from where this copy never was")
+        self._instance, self.sequence = begin.instance, begin.sequence
+        if begin.resumed:
+            self._counters["resumed"] += 1
+            self._live()
+        else:
+            self._counters["snapshots"] += 1
+            self._told, self._fed, self._parts = set(), set(), []
+
+    def _section(self, section: pb.Section) -> None:
+        holder = (section.worker, section.rank)
+        if self._told is None:
+            raise _Broken("unreadable", "a section came outside of a snapshot")
+        if section.first:
+            self._parts = []
+        self._parts += section_changes(section)
+        if section.HasField("feed"):
+            self._feeds[holder] = section.feed
+        for adapter in section.adapters:
+            self._replica.take(Change(worker=section.worker, rank=section.rank, adapter=adapter))
+        if section.last:
+            self._counters["blocks"] += sum(len(part.stored) for part in self._parts)
+            self._replica.replace(holder, self._parts)
+            self._parts = []
+            self._told.add(holder)
+
+    def _change(self, message: pb.Change) -> None:
+        holder = (message.worker, message.rank)
+        if message.HasField("feed"):
+            self._feeds[holder] = message.feed
+            self._fed.add(holder)
+            self._heard_s[holder] = self._now()
+            self.on_news(*holder)
+            return
+        change = change_of(message)
+        self._counters["blocks"] += len(change.stored) + len(change.removed)
+        is_same = self._replica.take(change)
+        if change.gone:
+            self._feeds.pop(holder, None)
+            self._heard_s.pop(holder, None)
+        if change.gone or change.cleared:
+            self.on_clear(*holder, "its indexer says so")
+        if change.digest is not None and self._told is None and not self._replica.is_trimmed:
+            if not is_same:
+                raise _Broken("wrong_digests", f"what is here of {holder[0]} is not what the indexer has")
+            self._apart_s = _APART_S[0]
+
+    def _end(self, end: pb.End) -> None:
+        if self._told is None or end.sequence != self.sequence:
+            raise _Broken("gaps", "a snapshot ended where none was")
+        told, self._told = self._told, None
+        self._replica.keep_only(told)
+        for holder in [holder for holder in self._feeds if holder not in told | self._fed]:
+            del self._feeds[holder]
+        self._live()
+
+    def _live(self) -> None:
+        _log.info("following the indexer at %s", self.address)
+        self._addresses.worked()
+        self.problem = None
+        self._live_until_s = self._now()
+        self.is_live = True
+
+
+def _said(error: Exception) -> tuple[grpc.StatusCode | None, str]:
+    """What a call ended with; grpc's errors are calls too, which their types do not tell."""
+    code = getattr(error, "code", lambda: None)()
+    if not isinstance(code, grpc.StatusCode):
+        return None, str(error)
+    return code, f"{code.name}: {getattr(error, 'details', lambda: '')()}"

@@ -1,0 +1,413 @@
+"""`warmroute indexer` and gateways that keep a copy of its index, with real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from array import array
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+
+from gateway.config.schema import EppConfig, IndexConfig, IndexServiceConfig, TlsConfig
+from gateway.epp.run import Epp
+from gateway.indexservice.server import SERVICE
+from gateway.indexservice.wire import change_of, packed, section_changes
+from gateway.pb import health_pb2
+from gateway.pb import indexer_pb2 as pb
+from gateway.run import Gateway
+from indexer import Replica, decode_batch
+from indexer.keys import chain, root
+from tests.support.gateway_world import engine, until
+from tests.support.indexer_world import Fleet, IndexerProcess, address, ask, channel, digests
+from tests.support.wire import stored
+
+
+def prompt(seed: int, n_tokens: int = 256) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 200) for _ in range(n_tokens)]
+
+
+def ids(tokens: list[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+async def is_copied(indexer, gateway: Gateway) -> None:
+    await until(lambda: digests(gateway.core.index) == digests(indexer.core.index) != {})
+
+
+async def test_a_gateway_without_events_of_its_own_knows_who_holds_what() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        worker, _ = await fleet.complete(gateway, prompt(1))
+        await is_copied(indexer, gateway)
+        again, answer = await fleet.complete(gateway, prompt(1))
+        assert again == worker
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 200
+        # another gateway, which never sent that prompt, sends it there too
+        other = await fleet.gateway(address(indexer))
+        await is_copied(indexer, other)
+        await until(lambda: other.core.fleet.models())
+        assert (await fleet.complete(other, prompt(1)))[0] == worker
+        status, body = await fleet.get(gateway.admin_port, "/readyz?verbose")
+        assert status == 200
+        assert not [it for it in body["degraded"] if it["what"].startswith(("index", "events"))]
+
+
+async def test_match_by_tokens_and_by_keys() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        worker, _ = await fleet.complete(gateway, prompt(2))
+        await is_copied(indexer, gateway)
+        await until(lambda: any(feed.batches for feed in indexer.publisher.feeds.values()))
+        answer = await ask(address(indexer), "Match", pb.MatchRequest(model="tiny", token_ids=ids(prompt(2))))
+        (found,) = answer.holdings
+        assert (found.worker, found.rank, found.knowledge) == (worker, 0, pb.KNOWN)
+        assert found.gpu_tokens == found.reach_tokens == 256
+        assert found.resident_blocks >= 16
+        keys = packed(chain(root(None, 16), ids(prompt(2)), 16, 0, 16, {}))
+        by_keys = await ask(address(indexer), "Match", pb.MatchRequest(block_keys=keys, block_size=16))
+        assert by_keys.holdings == answer.holdings
+        assert not (await ask(address(indexer), "Match", pb.MatchRequest(block_keys=keys, block_size=8))).holdings
+        assert not (await ask(address(indexer), "Match", pb.MatchRequest(model="x", token_ids=ids(prompt(2))))).holdings
+        salted = pb.MatchRequest(model="tiny", cache_salt="s", token_ids=ids(prompt(2)))
+        assert not (await ask(address(indexer), "Match", salted)).holdings
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.MatchRequest(),
+        pb.MatchRequest(token_ids=b"12345"),
+        pb.MatchRequest(token_ids=b"1234", block_keys=b"12345678", block_size=16),
+        pb.MatchRequest(block_keys=b"1234567", block_size=16),
+        pb.MatchRequest(block_keys=b"12345678"),
+        pb.MatchRequest(block_keys=b"12345678", block_size=1 << 30),
+        pb.MatchRequest(block_keys=b"12345678", block_size=16, cache_salt="s"),
+        pb.MatchRequest(token_ids=b"1234" * ((1 << 20) + 1)),
+    ],
+    ids=range(8),
+)
+async def test_a_question_that_is_none_is_refused(request_: pb.MatchRequest) -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask(address(indexer), "Match", request_)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details()
+        assert (await ask(address(indexer), "Match", pb.MatchRequest(token_ids=b"1234"))).instance
+
+
+async def test_what_is_no_message_and_what_is_newer_than_we_are() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(address(indexer), "Match", b"\xff" * 100)
+        newer = pb.MatchRequest(token_ids=b"1234").SerializeToString() + bytes([0xFA, 0x7F, 3]) + b"new"
+        assert (await ask(address(indexer), "Match", newer)).instance
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await ask(address(indexer), "Forget", pb.ForgetRequest(worker="nobody"))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_stats_health_metrics_and_the_page() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        stats = await ask(address(indexer), "Stats", pb.StatsRequest())
+        assert [(it.worker, it.rank, it.feed.endpoint_state) for it in stats.holders] == [("a", 0, "connected")]
+        async with channel(address(indexer)) as it:
+            check = it.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                health_pb2.HealthCheckRequest.SerializeToString,
+                health_pb2.HealthCheckResponse.FromString,
+            )
+            answer = await check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert "warmroute_indexer_ready 1.0" in (await fleet.get(indexer.port, "/metrics"))[1]
+        assert (await fleet.get(indexer.port, "/readyz"))[0] == 200
+        status, state = await fleet.get(indexer.admin_port, "/debug/state")
+        assert status == 200
+        assert state["head"]["face"] == "indexer"
+        assert "<html" in (await fleet.get(indexer.admin_port, "/debug"))[1]
+
+
+async def test_a_cache_emptied_through_one_gateway_is_empty_for_all() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway, other = await fleet.gateway(address(indexer)), await fleet.gateway(address(indexer))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(3))
+        await is_copied(indexer, gateway)
+        await is_copied(indexer, other)
+        url = f"http://127.0.0.1:{gateway.admin_port}/reset_prefix_cache"
+        async with fleet.http.post(url) as response:
+            assert response.status == 200, await response.text()
+        assert digests(gateway.core.index) == {}
+        await until(lambda: digests(indexer.core.index) == digests(other.core.index) == {})
+
+
+async def test_no_request_fails_while_the_indexer_is_killed_and_comes_back() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet, IndexerProcess(fleet.workers) as process:
+        gateway = await fleet.gateway(process.address)
+        link = gateway.core.link
+        await until(lambda: gateway.core.fleet.models() and link.is_live, 20.0)
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()), 20.0)
+        stop = asyncio.Event()
+
+        async def load(seed: int) -> int:
+            n = 0
+            while not stop.is_set():
+                await fleet.complete(gateway, prompt(seed * 1000 + n % 7, 128))
+                n += 1
+                await asyncio.sleep(0.01)
+            return n
+
+        loads = [asyncio.create_task(load(seed)) for seed in range(4)]
+        try:
+            await until(lambda: digests(gateway.core.index))
+            await process.kill()
+            await until(lambda: link.is_stale)
+            _, body = await fleet.get(gateway.admin_port, "/readyz?verbose")
+            assert [it["what"] for it in body["degraded"] if it["what"].startswith(("index", "events"))] == [
+                "indexer_lost"
+            ]
+            assert "warmroute_index_service_up 0.0" in (await fleet.get(gateway.admin_port, "/metrics"))[1]
+            await until(lambda: "index stale" in gateway.core.decisions.last(1)[0].plan.reason)
+            assert digests(gateway.core.index)  # as it was
+            await process.start()
+            await until(lambda: link.is_live, 30.0)
+        finally:
+            stop.set()
+            counts = await asyncio.gather(*loads)
+        assert min(counts) > 10
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()), 20.0)
+        await fleet.complete(gateway, prompt(1))
+        assert "index stale" not in gateway.core.decisions.last(1)[0].plan.reason
+
+
+async def test_of_two_indexers_one_is_enough() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet, IndexerProcess(fleet.workers) as first:
+        second = await fleet.indexer()
+        await first.ready()
+        gateway = await fleet.gateway(first.address, address(second))
+        link = gateway.core.link
+        await until(lambda: link.is_live and gateway.core.fleet.models())
+        assert (link.address, second.server.counts.watchers) == (first.address, 0)
+        await fleet.complete(gateway, prompt(4))
+        await is_copied(second, gateway)
+        await first.kill()
+        await until(lambda: second.server.counts.watchers == 1)
+        await fleet.complete(gateway, prompt(5))
+        await is_copied(second, gateway)
+        assert not [what for what, _ in link.degraded()]
+
+
+async def test_a_copy_that_went_wrong_heals() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(6))
+        await is_copied(indexer, gateway)
+        gateway.core.index.drop("a")
+        await until(lambda: gateway.core.ingest.counters().get("copy_wrong_digests"))
+        await is_copied(indexer, gateway)
+
+
+async def test_a_slow_watcher_is_told_to_begin_anew_and_harms_nobody() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer(history_bytes=1 << 16)
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        history = indexer.publisher.history
+        async with channel(address(indexer)) as it:
+            watch = it.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
+            begin = (await watch(pb.WatchRequest()).read()).begin
+            for seed in range(200):
+                await fleet.complete(gateway, prompt(seed, 512))
+                if not history.has_all_after(begin.sequence):
+                    break
+            # where it was is no longer kept: a snapshot comes, not a hole
+            late = await watch(pb.WatchRequest(instance=begin.instance, sequence=begin.sequence)).read()
+            assert not late.begin.resumed
+            at = pb.WatchRequest(instance=begin.instance, sequence=history.sequence)
+            resumed = await watch(at).read()
+            assert resumed.begin.resumed
+        await is_copied(indexer, gateway)
+
+
+async def test_on_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "indexer.sock"
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer(socket=str(path), port=None)
+        gateway = await fleet.gateway(f"unix:{path}")
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(7))
+        await is_copied(indexer, gateway)
+    assert not path.exists()
+
+
+async def test_a_gateway_that_asks_keeps_no_copy_and_sends_prompts_where_they_are() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer), mode="query", budget_ms=1000)
+        link = gateway.core.link
+        await until(lambda: link.is_live and all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        worker, _ = await fleet.complete(gateway, prompt(8))
+        await until(lambda: digests(indexer.core.index))
+        other = await fleet.gateway(address(indexer), mode="query", budget_ms=1000)
+        await until(lambda: other.core.link.is_live and other.core.fleet.models())
+        assert (await fleet.complete(other, prompt(8)))[0] == worker
+        assert other.core.ingest.counters()["query_answered"] == 1
+        assert "index" not in other.core.decisions.last(1)[0].plan.reason
+        await until(lambda: other.core.index.resident_blocks((worker, 0)) >= 16)
+
+
+async def test_an_indexer_that_answers_late_or_not_at_all_delays_no_request() -> None:
+    async with Fleet(a=engine()) as fleet, IndexerProcess(fleet.workers) as process:
+        await process.ready()
+        gateway = await fleet.gateway(process.address, mode="query", budget_ms=5)
+        link, counters = gateway.core.link, gateway.core.ingest.counters
+        await until(lambda: link.is_live and gateway.core.fleet.models())
+        await process.kill(signal.SIGSTOP)
+        began_s = time.monotonic()
+        await fleet.complete(gateway, prompt(9))
+        assert time.monotonic() - began_s < 1.0
+        assert counters()["query_late"] == 1
+        assert "index late" in gateway.core.decisions.last(1)[0].plan.reason
+        await until(lambda: link.is_stale)
+        await fleet.complete(gateway, prompt(9))
+        assert counters()["query_late"] == 1  # nobody is asked any more
+        assert "index unknown" in gateway.core.decisions.last(1)[0].plan.reason
+        _, body = await fleet.get(gateway.admin_port, "/readyz?verbose")
+        assert "indexer_lost" in [it["what"] for it in body["degraded"]]
+        await process.kill(signal.SIGCONT)
+        await until(lambda: link.is_live, 20.0)
+
+
+async def test_a_frozen_indexer_is_left_for_another() -> None:
+    async with Fleet(a=engine()) as fleet, IndexerProcess(fleet.workers) as frozen:
+        await frozen.ready()
+        second = await fleet.indexer()
+        gateway = await fleet.gateway(frozen.address, address(second))
+        link = gateway.core.link
+        await until(lambda: link.is_live and gateway.core.fleet.models())
+        assert link.address == frozen.address
+        await frozen.kill(signal.SIGSTOP)
+        await until(lambda: second.server.counts.watchers == 1, 20.0)
+        await fleet.complete(gateway, prompt(10))
+        await is_copied(second, gateway)
+
+
+async def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    ca, cert, key = (str(tmp_path / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+    authority.cert_pem.write_to_path(ca)
+    ours = authority.issue_cert("127.0.0.1")
+    ours.cert_chain_pems[0].write_to_path(cert)
+    ours.private_key_pem.write_to_path(key)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer(tls=TlsConfig(cert=cert, key=key), client_ca=ca)
+        gateway = await fleet.gateway(address(indexer), tls=True, ca=ca, cert=cert, key=key)
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(11))
+        await is_copied(indexer, gateway)
+        asking = await fleet.gateway(address(indexer), tls=True, ca=ca, cert=cert, key=key, mode="query")
+        await until(lambda: asking.core.link.is_live)
+        unknown = await fleet.gateway(address(indexer), tls=True, ca=ca)
+        await until(lambda: unknown.core.link.problem)
+        assert not digests(unknown.core.index)
+        other = str(tmp_path / "other.pem")
+        stranger.cert_pem.write_to_path(other)
+        misled = await fleet.gateway(address(indexer), tls=True, ca=other, cert=cert, key=key)
+        await until(lambda: misled.core.link.problem)
+        assert not misled.core.link.is_live
+
+
+async def test_an_indexer_that_goes_down_sends_its_watchers_away_first() -> None:
+    async with Fleet(a=engine()) as fleet:
+        first, second = await fleet.indexer(), await fleet.indexer()
+        gateway = await fleet.gateway(address(first), address(second))
+        await until(lambda: gateway.core.link.is_live and gateway.core.fleet.models())
+        drained = asyncio.create_task(first.drain(10.0))
+        await until(lambda: second.server.counts.watchers == 1)
+        assert not gateway.core.link.is_stale
+        assert await drained == 0
+
+
+async def test_a_picker_behind_envoy_goes_by_it_too() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(12))
+        service = IndexServiceConfig(addresses=(address(indexer),))
+        picker = EppConfig(host="127.0.0.1", port=0, health_port=0, metrics_port=0, admin_port=0, tls="off")
+        config = fleet.config(index=IndexConfig(source="service", service=service), epp=picker)
+        async with Epp(config) as epp:
+            await until(lambda: digests(epp.core.index) == digests(indexer.core.index) != {})
+            await until(lambda: all(w.publishes_events for w in epp.core.fleet.workers.values()))
+
+
+async def to_the_end(call) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer(write_timeout_s=1.0)
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: gateway.core.link.is_live)
+        async with channel(address(indexer)) as it:
+            watch = it.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
+            call = watch(pb.WatchRequest())
+            await call.read()
+            index, n = indexer.core.index, 0
+            while not indexer.server.counts.cut:
+                assert n < 4_000_000
+                for _ in range(200):
+                    hashes = list(range(n, n + 128))
+                    index.apply("x", 0, decode_batch(stored(hashes, hashes, block_size=1)))
+                    n += 128
+                await asyncio.sleep(0.05)
+            with pytest.raises(grpc.aio.AioRpcError) as cut:
+                await to_the_end(call)
+        assert cut.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OUT_OF_RANGE)
+        await is_copied(indexer, gateway)
+        assert not gateway.core.ingest.counters().get("copy_cut_off")
+
+
+async def test_a_snapshot_is_whole_and_ends() -> None:
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        indexer = await fleet.indexer()
+        for n in range(0, 80_000, 128):
+            hashes = list(range(n, n + 128))
+            indexer.core.index.apply("x", 0, decode_batch(stored(hashes, hashes, block_size=1)))
+        replica, parts, ended = Replica(), [], None
+        async with channel(address(indexer)) as it:
+            snapshot = it.unary_stream(
+                f"/{SERVICE}/Snapshot", pb.SnapshotRequest.SerializeToString, pb.Update.FromString
+            )
+            async for update in snapshot(pb.SnapshotRequest()):
+                assert ended is None
+                assert update.ByteSize() < 1 << 20
+                for section in update.sections:
+                    parts = section_changes(section) if section.first else [*parts, *section_changes(section)]
+                    if section.last:
+                        replica.replace((section.worker, section.rank), parts)
+                for delta in update.deltas:
+                    for change in delta.changes:
+                        if not change.HasField("feed"):
+                            replica.take(change_of(change))
+                ended = update.end if update.HasField("end") else None
+        assert ended is not None
+        assert digests(replica) == digests(indexer.core.index) != {}
