@@ -32,7 +32,7 @@ _LEAST_SECRET = 16
 class Tenancy:
     """Reads `tenancy.*`. `secret` is what the variable `tenancy.secret_env` holds."""
 
-    def __init__(self, settings: TenancyConfig, secret: str = "") -> None:
+    def __init__(self, settings: TenancyConfig, secret: str = "") -> None:  # Empty: none.  # nosec B107
         self._settings = settings
         self._key = hashlib.blake2b(secret.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 

@@ -44,11 +44,13 @@ _SUMMED = (
 _ALL = [*(name for names in _SUMMED for name in names), *_KV_USAGE, _WAITING_BY_REASON, _CACHE_CONFIG, _SLEEP]
 _NAMES = "|".join(sorted(_ALL, key=len, reverse=True))  # One name begins with another.
 _MOST = 1e24
-_QUOTED = r'"(?:[^"\\\n]|\\.)*"'
+_QUOTED = r'"(?:[^"\\\n]|\\.)*+"'
+# Without the possessive marks and the look behind, a line of spaces or letters takes time by the square of its length.
 _SERIES = re.compile(
-    rf"^(?:vllm[:_]({_NAMES})|({_START}))[ \t]*(?:\{{((?:[^\"}}\n]|{_QUOTED})*)\}})?[ \t]*([^ \t\r\n]+)", re.MULTILINE
+    rf"^(?:vllm[:_]({_NAMES})|({_START}))[ \t]*+(?:\{{((?:[^\"}}\n]|{_QUOTED})*+)\}})?[ \t]*+([^ \t\r\n]++)",
+    re.MULTILINE,
 )
-_LABEL = re.compile(rf"([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*({_QUOTED})")
+_LABEL = re.compile(rf"(?<![A-Za-z0-9_])([A-Za-z_][A-Za-z0-9_]*+)[ \t]*+=[ \t]*+({_QUOTED})")
 
 _Samples = dict[str, list[tuple[str, float]]]
 

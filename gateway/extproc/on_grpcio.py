@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -75,12 +76,16 @@ class _Process(Stream):
     def __init__(self, shared: Shared, context: _Context) -> None:
         super().__init__(shared)
         self._context = context
-        self._writing = False
+        self._writing: asyncio.Future[None] | None = None
+        """Done when whoever writes has written all there was."""
 
     async def run(self) -> None:
         """Returns when the proxy has ended the stream and needed nothing more of us; aborts it otherwise."""
         try:
-            await self._talk()
+            try:
+                await self._talk()
+            finally:
+                await self._written()
         except BrokenOff as exc:
             await self._context.abort(grpc.StatusCode.INTERNAL, str(exc))
         finally:
@@ -108,14 +113,20 @@ class _Process(Stream):
 
     async def flush(self) -> None:
         """Whoever comes first writes for all, so that answers go out in order."""
-        if self._writing:
+        if self._writing is not None:
             return
-        self._writing = True
+        writing = self._writing = asyncio.get_running_loop().create_future()
         try:
             while self.outgoing:
                 await self._context.write(self.outgoing.popleft())
         finally:
-            self._writing = False
+            self._writing = None
+            writing.set_result(None)
+
+    async def _written(self) -> None:
+        """Until nobody writes: gRPC takes no end of a stream in the middle of a message, and drops it with an error."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
 
 
 def _options(most_bytes: int) -> list[tuple[str, Any]]:

@@ -333,7 +333,7 @@ class Session:
             self.ask, self._parts, self._request = None, [], _Request.DROPPED
         head = wire.head_of(message.response_headers.headers)
         status = head.pseudo.get(":status", "")
-        if not (status.isascii() and status.isdigit()):
+        if not (status.isascii() and status.isdigit() and len(status) == 3):
             raise ProtocolError("response_headers without a status")
         answer = wire.unchanged("response_headers")
         ends = message.response_headers.end_of_stream

@@ -56,18 +56,19 @@ class Opening:
 
     def feed(self, piece: bytes) -> State:
         if self.state is State.PENDING:
-            self.state = self._lines(self._rest + piece)
+            self.state = self._lines(self._rest + piece, max(0, len(self._rest) - 1))
         return self.state
 
     def end(self) -> State:
         """The stream is over. Still PENDING: there was no content in it."""
         if self.state is State.PENDING:
-            self.state = self._lines(self._rest.removesuffix(b"\r") + b"\n\n")
+            self.state = self._lines(self._rest.removesuffix(b"\r") + b"\n\n", 0)
         return self.state
 
-    def _lines(self, text: bytes) -> State:
+    def _lines(self, text: bytes, seen: int) -> State:
+        """`seen`: so much of its beginning is known to have no line's end."""
         at = 0
-        for end in _LINE_END.finditer(text):
+        for end in _LINE_END.finditer(text, seen):
             if end.group() == b"\r" and end.end() == len(text):
                 break  # Half of a CRLF perhaps.
             line = text[at : end.start()]

@@ -132,7 +132,7 @@ class Wire(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             if self._answer is None:
                 self._transport.abort()
             else:
@@ -186,7 +186,9 @@ class Wire(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if 100 <= status < 200 and status != 101:
+        if status < 100 or status == 101:
+            raise Broken("no status of an answer, or a change of protocols that nobody asked for")
+        if 100 <= status < 200:
             self._interim = True
             return
         headers, self._is_past_head = self._headers, True

@@ -57,6 +57,7 @@ _MOST_HELD_BYTES = 4 << 20
 _LONGEST_EVENT_BYTES = 64 << 10
 _LONGEST_REASON_BYTES = 120
 _NO_CLOSE_FRAME = 1006
+_SENDABLE = range(1000, 5000)
 _NEVER_SENT = frozenset({0, 1005, _NO_CLOSE_FRAME, 1015})
 
 _NORMAL = 1000
@@ -536,6 +537,15 @@ def _broke(side: _Socket) -> _Close:
 
 
 async def _close(side: _Socket, close: _Close) -> None:
-    code = _NORMAL if close.code in _NEVER_SENT else close.code
+    code, reason = _as_sent(close)
     with suppress(ConnectionError, aiohttp.ClientError, RuntimeError, TimeoutError):
-        await side.close(code=code, message=close.reason.encode("utf-8", "replace")[:_LONGEST_REASON_BYTES])
+        await side.close(code=code, message=reason)
+
+
+def _as_sent(close: _Close) -> tuple[int, bytes]:
+    """What a close frame may say: the other side may have been told a code that is none, or a longer reason, which is
+    not cut within a character.
+    """
+    code = close.code if close.code in _SENDABLE and close.code not in _NEVER_SENT else _NORMAL
+    reason = close.reason.encode("utf-8", "replace")[:_LONGEST_REASON_BYTES]
+    return code, reason.decode("utf-8", "ignore").encode()

@@ -15,6 +15,8 @@ import msgspec
 from gateway.stored import ResponseHead
 
 TAIL_BYTES = 32 << 10
+_MOST_TRIES = 32
+"""Of the last keys of that name; each costs a look at the 4 KB behind it."""
 _USAGE = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _SHALLOW = re.compile(rb"\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}")
 """An object that holds objects, but these none: as all usages of today."""
@@ -77,7 +79,10 @@ class UsageTail:
         """The last well-formed `usage` object, or None. One of the wrong shape is ignored."""
         tail = b"".join(self._pieces)[-TAIL_BYTES:]
         at = len(tail)
-        while (at := tail.rfind(b'"usage"', 0, at)) >= 0:
+        for _ in range(_MOST_TRIES):
+            at = tail.rfind(b'"usage"', 0, at)
+            if at < 0:
+                break
             found = _USAGE.match(tail, at)
             end = None if found is None else _object_end(tail, found.end())
             if found is None or end is None:

@@ -1,23 +1,13 @@
 """Both sides' connections, their bytes cut anywhere and mutated, on transports without sockets."""
 
 import asyncio
-import json
 from itertools import pairwise
-from typing import Any, cast
 
-import httptools
 from hypothesis import given
 from hypothesis import strategies as st
-from multidict import CIMultiDict
 
-from gateway.http1.connection import Connection
-from gateway.http1.listener import Listener
-from gateway.http1.wire import Wire
-from gateway.proxy.errors import ApiError
-from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.peer import UpstreamError
-from gateway.proxy.routes import Route
-from tests.support.memory_transport import MemoryTransport
+from tests.support.http1_world import Client, Worker, turns
 
 cuts = st.lists(st.integers(0, 600), max_size=12)
 
@@ -27,32 +17,7 @@ def pieces(data: bytes, at: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in pairwise(places)]
 
 
-async def turns(n: int = 6) -> None:
-    for _ in range(n):
-        await asyncio.sleep(0)
-
-
 # ---- clients ---------------------------------------------------------------------------------------------------------
-
-
-class Echo:
-    """Answers with what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, str, str]] = []
-        self.running = 0
-
-    async def serve(self, request: Incoming, route: Route, target: str) -> Reply:
-        self.running += 1
-        try:
-            body = await request.body(1 << 20)
-        except ApiError as exc:
-            return Reply.of(exc)
-        finally:
-            self.running -= 1
-        said = request.method, target, body.decode("latin-1")
-        self.asked.append(said)
-        return Reply(200, CIMultiDict({"Content-Type": "application/json"}), json.dumps(said).encode())
 
 
 @st.composite
@@ -69,53 +34,6 @@ def requests(draw: st.DrawFn) -> tuple[bytes, tuple[str, str, str]]:
         rows.append(b"content-length: %d" % len(body))
     before = draw(st.sampled_from([b"", b"", b"\r\n"]))
     return before + b"\r\n".join(rows) + b"\r\n\r\n" + sent, ("POST", target, body.decode("latin-1"))
-
-
-class Page(asyncio.Protocol):
-    """Stands for aiohttp's."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
-class Pages:
-    def __call__(self) -> Page:
-        return Page()
-
-    async def shutdown(self, timeout_s: float) -> None: ...
-
-
-class Client:
-    def __init__(self) -> None:
-        self.echo = Echo()
-        self.listener = Listener(self.echo.serve, cast(Any, Pages()), "127.0.0.1", 0)
-        self.connection = Connection(self.listener, asyncio.get_running_loop())
-        self.transport = MemoryTransport(self.connection)
-
-    def send(self, data: bytes) -> None:
-        if not self.transport.is_closed:
-            self.connection.data_received(data)
-
-    def answers(self) -> list[tuple[int, Any]]:
-        """(status, body) of each, read by llhttp; what is no HTTP raises."""
-        heard: list[tuple[int, Any]] = []
-        body = bytearray()
-
-        class Reader:
-            def on_body(self, piece: bytes) -> None:
-                body.extend(piece)
-
-            def on_message_complete(self) -> None:
-                heard.append((parser.get_status_code(), json.loads(bytes(body))))
-                body.clear()
-
-        parser = httptools.HttpResponseParser(Reader())
-        parser.feed_data(bytes(self.transport.written))
-        return heard
-
-    def leave(self) -> None:
-        if not self.transport.is_closed:
-            self.transport.close()
 
 
 @given(st.lists(requests(), min_size=1, max_size=4), cuts, st.booleans())
@@ -190,20 +108,6 @@ def answers(draw: st.DrawFn) -> tuple[bytes, int, bytes, bool]:
         case _:
             closes, body = True, b"".join(said)
     return interim + b"\r\n".join(rows) + b"\r\n\r\n" + body, status, b"".join(said), not closes
-
-
-class Worker:
-    def __init__(self) -> None:
-        self.freed: list[Wire] = []
-        self.lost: list[Wire] = []
-        self.wire = Wire(asyncio.get_running_loop(), self.freed.append, self.lost.append)
-        self.transport = MemoryTransport(self.wire)
-        self.answer = self.wire.ask("POST", b"POST / HTTP/1.1\r\n\r\n", b"{}", ask=False)
-
-    async def read(self) -> tuple[int, bytes, list[tuple[bytes, bytes]]]:
-        await self.answer.head()
-        body = await self.answer.read()
-        return self.answer.status, body or b"", list(self.answer.raw_headers)
 
 
 @given(answers(), cuts)

@@ -21,6 +21,8 @@ class Command(Stacked):
     def __init__(self, face: str, *args: str) -> None:
         self._face = face
         self._args = args
+        self.env: dict[str, str] = {}
+        self.entry: tuple[str, ...] = ("-m", "gateway")
         self.port, self.admin_port = free_port(), free_port()
 
     @property
@@ -34,9 +36,10 @@ class Command(Stacked):
     async def _start(self) -> None:
         face = self._face
         ports = [f"--{face}-port", str(self.port), f"--{face}-admin-port", str(self.admin_port)]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LEFT_OUT)}
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway", face, f"--{face}-host", "127.0.0.1", *ports, *self._args,
-            stderr=asyncio.subprocess.PIPE, env={k: v for k, v in os.environ.items() if not k.startswith(_LEFT_OUT)},
+            sys.executable, *self.entry, face, f"--{face}-host", "127.0.0.1", *ports, *self._args,
+            stderr=asyncio.subprocess.PIPE, env=inherited | self.env,
         )  # fmt: skip
         self._stack.push_async_callback(self._kill)
         assert self.process.stderr is not None
