@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 # name -> (module with `main(args) -> int`, what it measures)
 BENCHES: dict[str, tuple[str, str]] = {
     "trace": ("bench.trace", "fleets in simulated time: traces, arms, targets"),
+    "scale": ("bench.scale.command", "what changes with size: several replicas, in simulated time"),
     "proxy": ("bench.proxy.command", "routers by themselves: CPU per request and per streamed chunk"),
     "epp": ("bench.epp.command", "the endpoint picker behind a real Envoy: CPU per request and per streamed chunk"),
     "indexer": ("bench.indexer", "the index as a service: lookups over gRPC, what a copy takes"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import bench.engine
 import bench.sim
@@ -26,12 +28,12 @@ class Kept:
     """Runs by cell, arm, seed and a digest of all they come from: the code, the cell's servers, the traces, the Python.
 
     One JSON line each, written when the run is over. A line that was cut off is a run that is not there; lines of other
-    code are left alone. Without a `path` nothing is kept. Raises OSError.
+    code are left alone. Without a `path` nothing is kept. `also`: modules that runs come from besides. Raises OSError.
     """
 
-    def __init__(self, path: Path | None, traces: Traces) -> None:
+    def __init__(self, path: Path | None, traces: Traces, *, also: Sequence[ModuleType] = ()) -> None:
         self._path = path
-        self._from = f"{_code()} {_trace(traces.mooncake)} {_trace(traces.azure)} {sys.version_info[:2]}"
+        self._from = f"{_code(*also)} {_trace(traces.mooncake)} {_trace(traces.azure)} {sys.version_info[:2]}"
         self._lines: dict[str, Ran] = {}
         if path is None:
             return
@@ -63,7 +65,7 @@ class Kept:
 
 
 @cache
-def _code() -> str:
+def _code(*also: ModuleType) -> str:
     """A digest of every file a run may come from."""
     found = hashlib.sha256()
     rooms = [Path(next(iter(package.__path__))) for package in (indexer, scorer, bench.engine, bench.sim)]
@@ -73,6 +75,8 @@ def _code() -> str:
             if name.parent == Path("sim") and name.stem in _TELLING:
                 continue
             found.update(f"{name}\n".encode() + file.read_bytes())
+    for module in also:
+        found.update(f"{module.__name__}\n".encode() + Path(module.__file__ or "").read_bytes())
     return found.hexdigest()
 
 

@@ -1,0 +1,1 @@
+"""How far it scales: what replicas decide together, by simulation."""
