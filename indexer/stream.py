@@ -108,6 +108,8 @@ class Stream:
         self._verifying = False
         self._buffer: deque[_Batch] = deque()
         self._seen: dict[int, tuple[float, int]] = {}
+        self._from_s: float | None = None
+        """When the engine made the first batch that counts, where its cache was emptied by hand before."""
 
     def position(self) -> tuple[int, float, int] | None:
         """(number of the next batch, time and hash of the one before), for `resume`. None where it cannot be gone on
@@ -163,6 +165,7 @@ class Stream:
             return self._live_while_replaying(message)
         if self.skips and self._seen.get(seq) != message.identity:
             self.skips = False
+            self._from_s = message.identity[0]
             return [self._take(message)]
         if self.phase is Phase.JOINING and not self.can_replay:
             self.phase = Phase.LIVE
@@ -201,6 +204,10 @@ class Stream:
             return self._start_over("a replayed batch differs from the one applied")
         if seq > self.next_seq:
             self._missed(seq)
+        if self._from_s is not None and message.identity[0] < self._from_s:
+            self.next_seq = seq + 1
+            self._seen[seq] = message.identity
+            return []
         return [self._take(message)]
 
     def replay_done(self, replay_id: int) -> list[Action]:
@@ -224,7 +231,9 @@ class Stream:
         self._attempt = 0
         actions: list[Action] = []
         if self._verifying:
+            from_s = self._from_s
             actions.append(self._new_epoch("reconnected, and the engine's history cannot be read"))
+            self._from_s = from_s  # It may be the same process.
         self.partial = True
         return actions + self._drain(may_ask=False)
 
@@ -299,6 +308,7 @@ class Stream:
         self.partial = self.skips = False
         self.next_seq = 0
         self._seen.clear()
+        self._from_s = None
         self._verifying = False
         self._attempt = 0
         if self.phase is not Phase.JOINING:

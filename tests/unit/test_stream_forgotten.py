@@ -55,6 +55,21 @@ def test_a_batch_that_comes_twice_is_no_next_one() -> None:
     assert live(stream, 5) == [5]
 
 
+def test_a_history_that_cannot_be_read_for_a_while_brings_nothing_of_before() -> None:
+    stream = Stream(replay_attempts=1)
+    assert told(stream.connected()) == [("replay", 1, 0)]
+    assert replayed(stream, 1, 0) == [0]
+    assert told(stream.replay_done(1)) == []
+    stream.forgotten("new weights")
+    assert live(stream, 1) == [1]
+    again = ask(told(stream.connected()))
+    assert told(stream.replay_failed(again)) == ["clear"]
+    later = ask(live(stream, 2))
+    assert [replayed(stream, later, seq) for seq in (0, 1, 2)] == [[], [1], [2]]
+    assert told(stream.replay_done(later)) == []
+    assert stream.next_seq == 3
+
+
 steps = st.lists(
     st.tuples(st.sampled_from(["publish", "publish", "lose", "replay", "fail", "connect"]), st.integers(0, 4)),
     max_size=40,
