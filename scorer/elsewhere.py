@@ -8,12 +8,13 @@ for a while has nothing in flight any more. The sums are folded into the fleet's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from indexer import Holder
 from scorer.fleet import Fleet
-from scorer.ledger import NOTHING, InFlight, Load
+from scorer.ledger import NEVER_S, InFlight, Load
 
 MOST_WRITERS: Final = 256
 MOST_RANKS: Final = 16_384
@@ -29,14 +30,6 @@ class _Word:
         self.number = number
         self.in_flight = in_flight
         self.at_s = at_s
-
-    def aged(self, now_s: float) -> InFlight:
-        """As it is by now, as far as time tells: the first in line has been computed for so long."""
-        it = self.in_flight
-        if not it.head_s:
-            return it
-        passed_s = min(it.head_s, max(0.0, now_s - self.at_s))
-        return InFlight(it.prefills, max(0.0, it.comp_s - passed_s), it.head_s - passed_s, it.streams, it.kv_tokens)
 
 
 class _Writer:
@@ -147,15 +140,16 @@ class Elsewhere:
     def _sum(self, holder: Holder, now_s: float) -> InFlight:
         prefills = streams = kv_tokens = 0
         comp_s = head_s = 0.0
+        booked_s, left_s = math.inf, now_s - NEVER_S
         for state in self._writers.values():
             word = state.words.get(holder)
-            if word is None or word.in_flight == NOTHING:
+            if word is None:
                 continue
-            each = word.aged(now_s)
-            prefills, streams, kv_tokens = (
-                prefills + each.prefills,
-                streams + each.streams,
-                kv_tokens + each.kv_tokens,
-            )
-            comp_s, head_s = comp_s + each.comp_s, head_s + each.head_s
-        return InFlight(prefills, comp_s, head_s, streams, kv_tokens)
+            it = word.in_flight
+            if it.prefills and word.at_s - it.booked_age_s < booked_s:
+                booked_s, head_s = word.at_s - it.booked_age_s, it.head_s
+            left_s = max(left_s, word.at_s - it.left_age_s)
+            prefills, streams, kv_tokens = prefills + it.prefills, streams + it.streams, kv_tokens + it.kv_tokens
+            comp_s += it.comp_s
+        booked_age_s = max(0.0, now_s - booked_s) if prefills else 0.0
+        return InFlight(prefills, comp_s, head_s, streams, kv_tokens, booked_age_s, now_s - left_s)

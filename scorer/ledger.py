@@ -131,9 +131,15 @@ class Booking:
         self.load.kv_tokens -= self.kv_tokens
 
 
+NEVER_S = 86_400.0
+
+
 class InFlight(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What somebody has in flight on one rank: prompts in line, the seconds of computing they still take, how many of
-    those may have passed by themselves (the first's), answers that stream, KV tokens of all of it.
+    """What somebody has in flight on one rank: prompts in line, the seconds of computing they take, those of the first
+    of them, answers that stream, KV tokens of all of it; how long ago the first was booked, and one last left the line.
+
+    An engine computes one prompt after the other, so of all that is in line, whoever sent it, only the very first gets
+    shorter by itself: whose that is, and since when, only who hears of all can tell.
     """
 
     prefills: int = 0
@@ -141,6 +147,8 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True, gc=False):
     head_s: float = 0.0
     streams: int = 0
     kv_tokens: int = 0
+    booked_age_s: float = 0.0
+    left_age_s: float = NEVER_S
 
 
 NOTHING = InFlight()
@@ -198,8 +206,19 @@ class Load:
 
     def own(self, now_s: float) -> InFlight:
         """What this replica has here, for the others."""
-        backlog_s, head_s = self._own_backlog_s(now_s)
-        return InFlight(len(self.prefills), backlog_s, head_s, len(self.streaming), self.own_kv_tokens)
+        head = next(iter(self.prefills), None)
+        left_age_s = NEVER_S
+        if self.computed or self.pulled:
+            left_age_s = min(NEVER_S, max(0.0, now_s - self.head_since_s))
+        return InFlight(
+            len(self.prefills),
+            0.0 if head is None else self.comp_s,
+            0.0 if head is None else head.comp_s,
+            len(self.streaming),
+            self.own_kv_tokens,
+            0.0 if head is None else max(0.0, now_s - head.booked_s),
+            left_age_s,
+        )
 
     def set_others(self, others: InFlight, now_s: float) -> None:
         """What all other replicas have here now, instead of what they had."""
@@ -225,17 +244,13 @@ class Load:
 
     def prefill_backlog_s(self, now_s: float) -> float:
         """Prefill seconds still ahead of a newcomer: all of them, less what the first has probably had already."""
-        own_s = self._own_backlog_s(now_s)[0] if self.prefills else 0.0
-        others = self.others
-        if not others.comp_s:
-            return own_s
-        passed_s = max(0.0, now_s - self.others_at_s)
-        return own_s + max(0.0, others.comp_s - min(passed_s, others.head_s))
-
-    def _own_backlog_s(self, now_s: float) -> tuple[float, float]:
-        """(seconds left of those booked here, seconds left of the first of them)"""
-        head = next(iter(self.prefills), None)
-        if head is None:
-            return 0.0, 0.0
-        passed_s = min(max(0.0, now_s - max(head.booked_s, self.head_since_s)), head.comp_s)
-        return max(0.0, self.comp_s - passed_s), head.comp_s - passed_s
+        if not self.in_line:
+            return 0.0
+        others, head = self.others, next(iter(self.prefills), None)
+        total_s, first_s, booked_s = others.comp_s, others.head_s, self.others_at_s - others.booked_age_s
+        if head is not None:
+            total_s += self.comp_s
+            if not others.prefills or head.booked_s <= booked_s:
+                first_s, booked_s = head.comp_s, head.booked_s
+        since_s = max(booked_s, self.head_since_s, self.others_at_s - others.left_age_s)
+        return max(0.0, total_s - min(max(0.0, now_s - since_s), first_s))

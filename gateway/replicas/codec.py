@@ -45,6 +45,8 @@ class _Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
     head_s: _Seconds
     streams: _Count
     kv_tokens: _Count
+    booked_age_s: _Seconds
+    left_age_s: _Seconds
 
 
 class _Arrival(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -195,14 +197,24 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
 def _loads(loads: Loads) -> list[_Load]:
     out = []
     for (worker, rank), it in loads.items():
-        comp_s, head_s = min(_MOST_S, it.comp_s), min(_MOST_S, it.head_s)
-        out.append(_Load(worker, rank, it.prefills, comp_s, head_s, it.streams, it.kv_tokens))
+        comp_s, head_s, booked_age_s, left_age_s = (
+            min(_MOST_S, each) for each in (it.comp_s, it.head_s, it.booked_age_s, it.left_age_s)
+        )
+        out.append(_Load(worker, rank, it.prefills, comp_s, head_s, it.streams, it.kv_tokens, booked_age_s, left_age_s))
     return out
 
 
 def _holders(loads: Iterable[_Load]) -> Loads:
     return {
-        (it.worker, it.rank): InFlight(it.prefills, it.comp_s, min(it.head_s, it.comp_s), it.streams, it.kv_tokens)
+        (it.worker, it.rank): InFlight(
+            it.prefills,
+            it.comp_s,
+            min(it.head_s, it.comp_s),
+            it.streams,
+            it.kv_tokens,
+            it.booked_age_s,
+            it.left_age_s,
+        )
         for it in loads
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -141,10 +140,9 @@ class Sharing(RuleBasedStateMachine):
             self.elsewhere.gone(name, self.now_s)
         for holder in HOLDERS:
             others = [sender.now.get(holder, NOTHING) for sender in self.senders.values()]
-            assert self.load(holder).others == InFlight(
+            found = self.load(holder).others
+            assert (found.prefills, found.streams, found.kv_tokens) == (
                 sum(it.prefills for it in others),
-                0.0,
-                0.0,
                 sum(it.streams for it in others),
                 sum(it.kv_tokens for it in others),
             )
@@ -172,22 +170,58 @@ class Sharing(RuleBasedStateMachine):
 TestSharing = Sharing.TestCase
 
 
-@given(
-    said=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1), st.floats(0, 5)), max_size=4),
-    later_s=st.floats(0, 20),
-)
-def test_what_is_first_in_line_passes_by_itself(said: list[tuple[float, float, float]], later_s: float) -> None:
-    """Each of `said`: seconds in line, the part of them that may pass, and when it was heard."""
-    fleet = fleet_of(("a", 0))
-    elsewhere = Elsewhere(fleet)
-    for i, (comp_s, part, at_s) in enumerate(sorted(said, key=lambda each: each[2])):
-        elsewhere.news(f"w{i}", 1, {("a", 0): InFlight(1, comp_s, part * comp_s, 0, 0)}, at_s)
-    load = fleet.workers["a"].loads[0]
-    now_s = max((at_s for *_, at_s in said), default=0.0) + later_s
-    backlog_s = load.prefill_backlog_s(now_s)
-    least_s = sum(comp_s * (1 - part) for comp_s, part, _ in said)
-    assert least_s - 1e-9 <= backlog_s <= sum(comp_s for comp_s, *_ in said) + 1e-9
-    assert load.prefill_backlog_s(now_s + 100) == pytest.approx(least_s)
+class Line(RuleBasedStateMachine):
+    """Replicas that hear of each other at once see the line that one who sends everything would see: an engine computes
+    one prompt after the other, whoever sent it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 100.0
+        self.all = Load()
+        self.fleets = [fleet_of(("a", 0)) for _ in range(3)]
+        self.hearing = [Elsewhere(fleet) for fleet in self.fleets]
+        self.number = 0
+        self.bookings: list[tuple[int, Booking, Booking]] = []
+
+    def load(self, i: int) -> Load:
+        return self.fleets[i].workers["a"].loads[0]
+
+    def tell(self, i: int) -> None:
+        self.number += 1
+        for j, elsewhere in enumerate(self.hearing):
+            if j != i:
+                elsewhere.news(f"w{i}", self.number, {("a", 0): self.load(i).own(self.now_s)}, self.now_s)
+
+    @rule(i=st.integers(0, 2), comp_s=st.floats(0.01, 2.0), waits_s=st.floats(0.001, 1.0))
+    def books(self, i: int, comp_s: float, waits_s: float) -> None:
+        self.now_s += waits_s
+        own, one = (Booking(load, comp_s, 10, self.now_s) for load in (self.load(i), self.all))
+        self.bookings.append((i, own, one))
+        self.tell(i)
+
+    @precondition(lambda self: self.bookings)
+    @rule(data=st.data(), ends=st.booleans(), waits_s=st.floats(0.001, 1.0))
+    def is_computed_or_lost(self, data: st.DataObject, ends: bool, waits_s: float) -> None:
+        self.now_s += waits_s
+        i, *both = self.bookings.pop(data.draw(st.integers(0, len(self.bookings) - 1)))
+        for booking in both:
+            booking.settle(self.now_s) if ends else booking.first_token(self.now_s)
+        self.tell(i)
+
+    @rule(waits_s=st.floats(0.001, 1.0))
+    def time_passes(self, waits_s: float) -> None:
+        self.now_s += waits_s
+
+    @invariant()
+    def all_see_the_same_line(self) -> None:
+        for i in range(3):
+            load = self.load(i)
+            assert (load.in_line, load.streams) == (self.all.in_line, self.all.streams)
+            assert load.prefill_backlog_s(self.now_s) == pytest.approx(self.all.prefill_backlog_s(self.now_s))
+
+
+TestLine = Line.TestCase
 
 
 def test_a_message_heard_again_is_no_sign_of_life() -> None:

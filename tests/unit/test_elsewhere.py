@@ -79,7 +79,7 @@ def test_own_figures_stay_own() -> None:
     assert (load.requests, load.own_kv_tokens, load.own(0.0)) == (0, 0, NOTHING)
     it.plan(facts("r", 100), None, 0.0, RNG)
     it.observe("r", Outcome(kind=OutcomeKind.FIRST_TOKEN), 0.1)
-    assert load.own(0.1) == InFlight(0, 0.0, 0.0, 1, 100)
+    assert load.own(0.1) == InFlight(0, 0.0, 0.0, 1, 100, left_age_s=0.0)
     assert (load.in_line, load.streams, load.kv_tokens) == (2, 4, 600)
 
 

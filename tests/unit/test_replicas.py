@@ -78,8 +78,8 @@ def test_impossible_loads_are_bad(load: list[Any]) -> None:
 
 
 def test_fields_that_were_added_are_skipped_and_other_versions_told() -> None:
-    later = b"\x01" + msgspec.msgpack.encode([1, [["a", 0, 1, 2.0, 1.0, 3, 4, "new"]], "new"])
-    assert codec.read_whole(later) == (1, {("a", 0): InFlight(1, 2.0, 1.0, 3, 4)})
+    later = b"\x01" + msgspec.msgpack.encode([1, [["a", 0, 1, 2.0, 1.0, 3, 4, 5.0, 6.0, "new"]], "new"])
+    assert codec.read_whole(later) == (1, {("a", 0): InFlight(1, 2.0, 1.0, 3, 4, 5.0, 6.0)})
     with pytest.raises(codec.OtherVersion):
         codec.read_whole(b"\x02" + later[1:])
 
