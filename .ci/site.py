@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 _REPOSITORY = "repository"
-_TAKEN = ("deploy", "proto", "LICENSE", "CHANGELOG.md")
+_TAKEN = ("deploy", "proto", "LICENSE", "CHANGELOG.md", "SECURITY.md")
 _HOME = "index.md"
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^\s*(```|~~~)")

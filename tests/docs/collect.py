@@ -105,7 +105,8 @@ def _command(page: str, line: int, words: list[str], said: str) -> Command:
         env[assigned.group(1)] = assigned.group(2)
         words = words[1:]
     to = None
-    if ">" in words:
-        at = words.index(">")
+    redirects = [word for word in (">", ">>") if word in words]
+    if redirects:
+        at = words.index(redirects[0])
         to, words = words[at + 1], words[:at]
     return Command(page, line, tuple(words), said, to, env)
