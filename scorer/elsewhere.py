@@ -50,21 +50,24 @@ class Elsewhere:
         self._fleet = fleet
         self._writers: dict[str, _Writer] = {}
         self.missed = 0
-        """Messages whose numbers were jumped over."""
+        """How often some of a writer's news were jumped over."""
 
     @property
     def writers(self) -> Mapping[str, float]:
         """Who is known, and when each was last heard of."""
         return {name: writer.heard_s for name, writer in self._writers.items()}
 
-    def news(self, writer: str, number: int, ranks: Mapping[Holder, InFlight], now_s: float) -> bool:
-        """These ranks have changed. Whether this is the next of its messages, or nothing is missed so far."""
+    def news(
+        self, writer: str, number: int, ranks: Mapping[Holder, InFlight], now_s: float, after: int | None = None
+    ) -> bool:
+        """These ranks have changed. `after`: the number of its news before, as wholes have numbers too and are read
+        now and then only; None: the last number. Whether none were missed, as far as is known.
+        """
         state = self._known(writer)
         if state is None:
             return True
-        in_order = number <= state.latest + 1 or state.latest < 0
-        if not in_order:
-            self.missed += number - state.latest - 1
+        in_order = (number - 1 if after is None else after) <= state.latest or state.latest < 0
+        self.missed += not in_order
         self._heard(state, number, now_s)
         if number <= state.whole:
             return in_order

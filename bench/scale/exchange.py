@@ -44,6 +44,8 @@ class News(msgspec.Struct, frozen=True):
     arrivals: list[Arrival]
     over: Mapping[int, bool]
     sessions: list[SessionAt]
+    after: int
+    """The number of its news before."""
 
 
 class Exchange:
@@ -97,7 +99,7 @@ class Member:
         self._clock = exchange.clock
         self._settings = exchange.settings
         self._every_s = exchange.settings.ttl_s / WHOLES_IN_TTL
-        self._number = 0
+        self._number = self._news_number = 0
         self._is_woken = False
         self._told_s = self._heard_s = 0.0
         """Until then it rests from having told and heard."""
@@ -125,7 +127,9 @@ class Member:
         if told:
             self._number += 1
             loads = {holder: self._own(holder, now_s) for holder in told.loads}
-            news = News(self._number, loads, told.arrivals, told.over, list(told.sessions.values()))
+            sessions = list(told.sessions.values())
+            news = News(self._number, loads, told.arrivals, told.over, sessions, self._news_number)
+            self._news_number = self._number
             self._exchange.publish(self, news)
         if now_s >= self._whole_at_s:
             self._number += 1
@@ -176,7 +180,7 @@ class Member:
 
     def _take(self, writer: str, news: News) -> None:
         now_s, holdings = self._clock.now_s, self._planner.holdings
-        if not self.elsewhere.news(writer, news.number, news.loads, now_s):
+        if not self.elsewhere.news(writer, news.number, news.loads, now_s, news.after):
             soon_s = now_s + NOT_READ_AGAIN_S
             if soon_s < self._read_at_s:
                 self._read_at_s = soon_s

@@ -85,15 +85,19 @@ class _News(msgspec.Struct, frozen=True, array_like=True):
     sessions: list[_Session] = []
     responses: list[_Response] = []
     bye: bool = False
+    after: _Count = 0
 
 
 Loads = Mapping[Holder, InFlight]
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """One message, as its reader uses it. `responses`: (id, worker, rank, owner). `bye`: the writer is going down."""
+    """One message, as its reader uses it. `responses`: (id, worker, rank, owner). `bye`: the writer is going down.
+    `after`: the number of its news before.
+    """
 
     number: int
+    after: int = 0
     loads: Loads = {}
     arrivals: list[Arrival] = []
     over: Mapping[int, bool] = {}
@@ -120,6 +124,7 @@ def news(it: News) -> bytes:
             _of_sessions(it.sessions),
             [_Response(*each) for each in it.responses],
             it.bye,
+            it.after,
         )
     )
 
@@ -135,6 +140,7 @@ def read_news(data: bytes) -> News:
         sessions=_to_sessions(it.sessions),
         responses=[(each.response_id, each.worker, each.rank, each.owner) for each in it.responses],
         bye=it.bye,
+        after=it.after,
     )
 
 

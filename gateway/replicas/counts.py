@@ -21,7 +21,7 @@ class Counts:
             "warmroute_replicas_shared", "Whether load is shared with other replicas now.", registry=registry
         )
         self.missed = Counter(
-            "warmroute_replicas_missed", "Messages of others that were not received, in gaps.", registry=registry
+            "warmroute_replicas_missed", "Gaps in what others tell: some of it was not received.", registry=registry
         )
         self._sent = Counter("warmroute_replicas_sent", "Messages written to Redis.", registry=registry)
         self._sent_bytes = Counter("warmroute_replicas_sent_bytes", "Their size.", registry=registry)

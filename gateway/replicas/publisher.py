@@ -38,7 +38,7 @@ class Publisher:
         self._kept_ttl_s = max(1, min(KEPT_TTL_S, round(idle_s)))
         self._whole_every_s = ttl_s / WHOLES_IN_TTL
         self._responses: dict[str, tuple[Place, str | None]] = {}
-        self._number = 0
+        self._number = self._news_number = 0
         self._whole_at_s = 0.0
         self._kept_at_s = 0.0
         self._kept: dict[str, bytes] = {}
@@ -80,11 +80,14 @@ class Publisher:
         # The first, also after a failure, is said even if it is nothing: others know at once that we are there.
         if told or responses or not self._whole_at_s:
             for i, arrivals in enumerate(codec.parted(told.arrivals)):
+                after = self._news_number
                 self._number += 1
-                news = codec.News(number=self._number, arrivals=arrivals)
+                self._news_number = self._number
+                news = codec.News(number=self._number, after=after, arrivals=arrivals)
                 if not i:
                     news = codec.News(
                         number=self._number,
+                        after=after,
                         loads=loads,
                         arrivals=arrivals,
                         over=told.over,

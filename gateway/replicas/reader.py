@@ -184,7 +184,7 @@ class Reader:
         if news.bye:
             self.elsewhere.gone(name, now_s)
             return
-        if not self.elsewhere.news(name, news.number, news.loads, now_s):
+        if not self.elsewhere.news(name, news.number, news.loads, now_s, news.after):
             self._whole_at_s = min(self._whole_at_s, now_s + _NOT_READ_AGAIN_S)
         holdings, workers, unknown = self._planner.holdings, self._planner.fleet.workers, 0
         for each in news.arrivals:

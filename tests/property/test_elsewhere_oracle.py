@@ -237,4 +237,7 @@ def test_a_gap_is_noticed() -> None:
     assert elsewhere.news("w", 5, {}, 0.0)
     assert elsewhere.news("w", 6, {}, 0.0)
     assert not elsewhere.news("w", 9, {}, 0.0)
+    assert elsewhere.missed == 1
+    assert elsewhere.news("w", 11, {}, 0.0, after=9)  # 10 was a whole.
+    assert not elsewhere.news("w", 14, {}, 0.0, after=12)
     assert elsewhere.missed == 2

@@ -177,6 +177,7 @@ def test_messages_are_what_the_journal_tells() -> None:
     for _, each in watched.told:  # They are what goes through Redis.
         sent = codec.News(
             number=each.number,
+            after=each.after,
             loads=each.loads,
             arrivals=each.arrivals,
             over=each.over,
@@ -295,7 +296,9 @@ def test_a_replica_here_comes_to_believe_what_the_gateways_reader_does(monkeypat
         now_s = 3.0 + 0.02 * n
         mirror.replicas.clock.now_s = now_s
         mirrored._take("0", news)
-        data = codec.News(number=news.number, loads=news.loads, arrivals=news.arrivals, over=news.over)
+        data = codec.News(
+            number=news.number, after=news.after, loads=news.loads, arrivals=news.arrivals, over=news.over
+        )
         hearing._take("0", codec.news(data))
         assert mirrored.elsewhere.missed == hearing.elsewhere.missed
         for name, worker in served.fleet.workers.items():
