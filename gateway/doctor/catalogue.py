@@ -338,7 +338,7 @@ RULES: dict[str, Rule] = {
     "gateway-degraded": Rule(
         _WARNING,
         "Something makes the gateway's decisions worse than they could be.",
-        "see the other findings about that worker, and docs/architecture.md",
+        "see Warnings on the page at /debug of its admin port, and the other findings about that worker",
     ),
     "gateway-hits-missed": Rule(
         _WARNING,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.debug.hits import HitStats
+from gateway.debug.remedies import REMEDIES
 from gateway.doctor.catalogue import finding
 from gateway.doctor.fetch import Answer, Fault, Http
 from gateway.doctor.findings import Finding
@@ -65,7 +66,9 @@ def _degraded(each: _Degraded) -> Finding:
     about = each.worker or each.model
     said = f"{each.what}: {f'{about}: ' if about else ''}{each.detail}"
     shown = {"what": each.what, "worker": each.worker, "model": each.model}
-    return finding("gateway-degraded", "", said, evidence={key: value for key, value in shown.items() if value})
+    found = finding("gateway-degraded", "", said, evidence={key: value for key, value in shown.items() if value})
+    remedy = REMEDIES.get(each.what)  # none: a newer gateway's
+    return found if remedy is None else msgspec.structs.replace(found, fix=remedy)
 
 
 def _missed(name: str, hits: HitStats | None) -> Finding | None:

@@ -112,6 +112,9 @@ class Password(CredentialProvider):
         password = self._read() or ""
         return (password,) if self._user is None else (self._user, password)
 
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()  # that of the class above warns at each connection
+
 
 def clients(config: RedisConfig, read_password: Callable[[], str | None]) -> Callable[[float], Client]:
     """Makes a client whose answers take so many seconds at most. Raises UserError."""

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from gateway.cli import main
 from gateway.config.schema import PdConfig
+from gateway.debug.remedies import REMEDIES
 from gateway.doctor.examine import Options
 from gateway.doctor.findings import Finding
 from tests.support.doctor_world import diagnose, free_port, serving
@@ -45,6 +46,7 @@ async def test_a_gateway_without_workers_is_asked_all_the_same() -> None:
         found = await seen(fleet.admin)
         assert {finding.code for finding in found} == {"gateway-degraded"}
         assert "worker_down" in {finding.evidence["what"] for finding in found}
+        assert all(finding.fix == REMEDIES[finding.evidence["what"]] for finding in found)
 
 
 def answering(body: Any) -> Callable[[web.Request], Any]:

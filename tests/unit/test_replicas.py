@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from typing import Any
@@ -16,7 +17,7 @@ from redis.asyncio.sentinel import MasterNotFoundError
 from gateway.config.schema import RedisConfig
 from gateway.errors import UserError
 from gateway.replicas import codec
-from gateway.replicas.link import FAILURES, Link, clients, failure
+from gateway.replicas.link import FAILURES, Link, Password, clients, failure
 from gateway.replicas.schema import Keys
 from scorer import journal
 from scorer.calibrate import FLEET, Calibration, Part
@@ -225,3 +226,10 @@ def test_a_password_is_no_part_of_the_url_and_not_shown() -> None:
         load_config(env={"WARMROUTE_REDIS__URL": "redis://user:sesam@host:6379/0"})
     assert "redis.password_env" in str(told.value)
     assert "sesam" not in str(told.value)
+
+
+async def test_a_password_is_given_without_a_warning_at_each_connection(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert await Password(None, lambda: "secret").get_credentials_async() == ("secret",)
+    assert await Password("user", lambda: "secret").get_credentials_async() == ("user", "secret")
+    assert not caplog.records
