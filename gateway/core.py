@@ -211,7 +211,8 @@ class Core:
             self.others_degraded.append(self.replicas.degraded)
 
     async def start(self) -> None:
-        self.learned.start()
+        if self._tokenizes:  # else there is nothing to learn from
+            self.learned.start()
         self.ingest.start()
         await self.tokens.start()
         self._tasks.append(self._loop.create_task(self._tick(), name="core tick"))

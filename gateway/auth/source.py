@@ -32,12 +32,13 @@ class KeySource:
         self.problem: str | None = None
         """Why the file as it is now is not in force."""
         self._file = settings.keys_file
+        self._unread = ""
         self._given: tuple[Key, ...] = ()
         if settings.keys_env is not None:
             self._given = keys_of_variable(environment.get(settings.keys_env, ""), settings.keys_env)
         content = self._content()
         if self._file is not None and content is None:
-            raise UserError(f"auth.keys_file: {self._file} cannot be read")
+            raise UserError(f"auth.keys_file: {self._unread}")
         self._taken = self._seen = content
         self.door = Door(self._keys(content), registry, engine_key=engine_key)
 
@@ -57,7 +58,7 @@ class KeySource:
         content = await asyncio.to_thread(self._content)
         settled, self._seen = content == self._seen, content
         if content is None and settled:
-            self._told(f"{self._file} cannot be read")
+            self._told(self._unread)
         elif settled and content != self._taken:
             self._take(content)
 
@@ -74,7 +75,7 @@ class KeySource:
     def _take(self, content: bytes | None) -> None:
         self._taken = content
         if content is None:
-            self._told(f"{self._file} cannot be read")
+            self._told(self._unread)
             return
         try:
             self.door.replace(self._keys(content))
@@ -104,7 +105,8 @@ class KeySource:
             return None
         try:
             return Path(self._file).read_bytes()
-        except OSError:
+        except OSError as exc:
+            self._unread = f"{self._file} cannot be read ({exc.strerror or exc})"
             return None
 
     def _told(self, problem: str | None) -> None:

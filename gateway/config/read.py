@@ -193,7 +193,10 @@ class _Source:
         except msgspec.ValidationError:
             values = ()
         if not isinstance(items, list) or len(values) < len(items):
-            self._fail(path, f"expected {key.expected}, got {_shown(given)}")
+            got = _shown(given)
+            if isinstance(items, list):
+                got = "a list of " + ", ".join(map(_shown, items[:3])) + (", ..." if items[3:] else "")
+            self._fail(path, f"expected {key.expected}, got {got}")
             return ()
         self._reader.sources[path] = self._where(path)
         for i in range(len(items)):

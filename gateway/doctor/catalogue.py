@@ -333,7 +333,8 @@ RULES: dict[str, Rule] = {
     "gateway-unreachable": Rule(
         _ERROR,
         "What the gateway sees of its fleet cannot be read.",
-        "give the address of its admin port (gateway.admin_host, gateway.admin_port; 8001), not that of its main port",
+        "give the address of its admin port (gateway.admin_host, gateway.admin_port; 8001), not that of its main port; "
+        "set WARMROUTE_ADMIN_TOKEN if it has a token",
     ),
     "gateway-degraded": Rule(
         _WARNING,

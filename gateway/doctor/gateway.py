@@ -45,6 +45,11 @@ async def examine_gateway(http: Http) -> list[Finding]:
     for path, answer in ((_READY, ready), (_CACHE, cache)):
         if isinstance(answer, Fault):
             return [finding("gateway-unreachable", "", f"{http.url}: {answer.sentence}")]
+        if answer.status in (401, 403):
+            said = (
+                f"{http.url}{path} has status {answer.status}: it wants its admin token, in WARMROUTE_ADMIN_TOKEN here"
+            )
+            return [finding("gateway-unreachable", "", said)]
         if answer.status not in (200, 503):  # 503: it is not ready, and says why
             return [finding("gateway-unreachable", "", f"{http.url}{path} has status {answer.status}")]
     assert isinstance(ready, Answer)  # noqa: S101 - seen above
@@ -64,7 +69,7 @@ async def examine_gateway(http: Http) -> list[Finding]:
 
 def _degraded(each: _Degraded) -> Finding:
     about = each.worker or each.model
-    said = f"{each.what}: {f'{about}: ' if about else ''}{each.detail}"
+    said = f"{each.what}: {f'{about}: ' if about else ''}{each.detail.rstrip('.')}"
     shown = {"what": each.what, "worker": each.worker, "model": each.model}
     found = finding("gateway-degraded", "", said, evidence={key: value for key, value in shown.items() if value})
     remedy = REMEDIES.get(each.what)  # none: a newer gateway's

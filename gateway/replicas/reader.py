@@ -31,6 +31,9 @@ _PRUNE_EVERY_S = 60.0
 _NOT_READ_AGAIN_S = 0.1
 """Wholes are not read more often than this, whatever gets lost."""
 _OTHER_VERSION_S = 60.0
+STRANGE_AFTER_S = 20.0
+_STRANGER_S = 60.0
+_MOST_STRANGERS = 64
 _NEVER = b"0-0"
 
 
@@ -68,6 +71,19 @@ class Reader:
         self._arrivals: OrderedDict[tuple[str, int], Assumed] = OrderedDict()
         self._other_version_s: float | None = None
         self._missed = 0
+        self._strangers: dict[str, tuple[float, float]] = {}
+        """Workers of others that are not here: since when, and when they were last named."""
+
+    @property
+    def strangers(self) -> list[str]:
+        """Names of workers that others have used for a while and that are not here: not just found earlier there."""
+        now_s, here = time.monotonic(), self._planner.fleet.workers
+        told = self._strangers.items()
+        return sorted(
+            name
+            for name, (since_s, last_s) in told
+            if last_s - since_s >= STRANGE_AFTER_S and now_s - last_s < _STRANGER_S and name not in here
+        )
 
     @property
     def hears_other_version(self) -> bool:
@@ -174,6 +190,15 @@ class Reader:
         if it is not None:
             self._counts.received(len(data))
             self.elsewhere.whole(name, it[0], it[1], now_s)
+            self._look_for(it[1], now_s)
+
+    def _look_for(self, loads: codec.Loads, now_s: float) -> None:
+        here = self._planner.fleet.workers
+        for worker in {holder[0] for holder in loads} - here.keys():
+            since_s, last_s = self._strangers.pop(worker, (now_s, now_s))
+            if len(self._strangers) >= _MOST_STRANGERS:
+                del self._strangers[next(iter(self._strangers))]
+            self._strangers[worker] = (since_s if now_s - last_s < _STRANGER_S else now_s, now_s)
 
     def _take(self, name: str, data: bytes) -> None:
         news: codec.News | None = self._read(codec.read_news, data)
@@ -184,6 +209,7 @@ class Reader:
         if news.bye:
             self.elsewhere.gone(name, now_s)
             return
+        self._look_for(news.loads, now_s)
         if not self.elsewhere.news(name, news.number, news.loads, now_s, news.after):
             self._whole_at_s = min(self._whole_at_s, now_s + _NOT_READ_AGAIN_S)
         holdings, workers, unknown = self._planner.holdings, self._planner.fleet.workers, 0

@@ -132,6 +132,12 @@ class Replicas:
                 yield "replicas_apart", f"Redis, for {link.name}: {text}"
         if self.reader.hears_other_version:
             yield "replicas_apart", "a replica of another version is there, whose load is not understood: update it"
+        if strangers := self.reader.strangers:
+            names = ", ".join(strangers[:3]) + (", ..." if strangers[3:] else "")
+            yield (
+                "replicas_apart",
+                f"others use workers that are not here ({names}): name the same ones alike everywhere",
+            )
 
     async def _run(
         self,

@@ -49,6 +49,16 @@ async def test_a_gateway_without_workers_is_asked_all_the_same() -> None:
         assert all(finding.fix == REMEDIES[finding.evidence["what"]] for finding in found)
 
 
+async def test_a_gateway_with_a_token_says_so() -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    async with serving({"/{path:.*}": refuse}) as url:
+        (found,) = await seen(url)
+        assert found.code == "gateway-unreachable"
+        assert "WARMROUTE_ADMIN_TOKEN" in found.sentence
+
+
 def answering(body: Any) -> Callable[[web.Request], Any]:
     async def handler(_: web.Request) -> web.Response:
         return web.json_response(body)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import trustme
 
+from gateway.replicas import reader
 from tests.support.gateway_world import engine, until
 from tests.support.redis_server import KINDS, Kind, RedisServer, binary, free_port
 from tests.support.replica_world import ReplicatedFleet, sharing
@@ -357,3 +358,16 @@ async def until_healthy(fleet: ReplicatedFleet, port: int) -> None:
                 if (await response.json()).get("usable") == len(fleet.engines):
                     return
             await asyncio.sleep(0.05)
+
+
+async def test_replicas_with_unlike_workers_are_told(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with RedisServer(kind) as server, ReplicatedFleet(1, sharing(server), a=engine()) as fleet:
+        monkeypatch.setattr(reader, "STRANGE_AFTER_S", 0.2)
+        fleet.engines["elsewhere"] = fleet.engines["a"]
+        await fleet.join()
+        for seed in range(200):
+            await fleet.complete(1, [7 + (seed * 31 + j) % 90 for j in range(40)])
+            if "(elsewhere)" in await readyz(fleet, 0):
+                break
+        assert "(elsewhere)" in await readyz(fleet, 0)
+        assert "not here" not in await readyz(fleet, 1)

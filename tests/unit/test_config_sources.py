@@ -453,7 +453,7 @@ def test_config_is_frozen_and_every_key_is_documented() -> None:
     [
         ("index: {source: service}", "index.service.addresses", "needed"),
         ("index: {service: {cert: c.pem}}", "index.service.key", "needed"),
-        ("index: {service: {addresses: [nowhere]}}", "index.service.addresses", "host:port"),
+        ("index: {service: {addresses: [nowhere]}}", "index.service.addresses", "a list of the text 'nowhere'"),
         ("indexer: {port: null}", "indexer.socket", "needed"),
         ("indexer: {port: 9011}", "indexer.metrics_port", "9011"),
         ("indexer: {admin_port: 9010}", "indexer.admin_port", "9010"),
