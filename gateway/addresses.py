@@ -35,7 +35,10 @@ def is_metadata(address: str | IPv4Address | IPv6Address) -> bool:
         try:
             address = ip_address(address.partition("%")[0])
         except ValueError:
-            return False
+            try:  # As the system reads it where it connects: 2852039166, 0xa9.254.43518.
+                address = IPv4Address(socket.inet_aton(address.rstrip(".")))
+            except (OSError, ValueError):
+                return False
     if isinstance(address, IPv6Address):
         address = _within(address)
     return any(address in network for network in _NEVER)
