@@ -401,6 +401,34 @@ async def test_a_stored_response_is_its_tenants_alone() -> None:
         assert len(stub.calls) == 8
 
 
+async def test_anothers_response_is_not_followed_by_a_body_too_large_to_take_apart() -> None:
+    async def stores(call: Call) -> None:
+        await call.ok(b'{"id":"resp_1","usage":{"input_tokens":1,"output_tokens":1}}')
+
+    (one, a), (two, b) = made("a"), made("b")
+    body = {"model": "m", "input": "x"}
+    filler = {"metadata": {f"k{i:06d}": "v" for i in range(40_000)}}
+    members = {f"k{i:06d}": "x" * 250 for i in range(1500)}
+    async with Stub(stores) as stub, World({"a": stub.url}, keys=(a, b)) as world:
+        assert (await world.post(body, "/v1/responses", **bearer(one)))[0] == 200
+        for more in (filler, members):
+            follow = {**body, "previous_response_id": "resp_1", **more}
+            assert (await world.post(follow, "/v1/responses", **bearer(two)))[0] == 404
+            assert (await world.post(follow, "/v1/responses", **bearer(one)))[0] == 200
+
+
+async def test_an_engine_that_counts_below_nothing_gives_no_tokens_and_keeps_no_place() -> None:
+    async def lies(call: Call) -> None:
+        await call.ok(b'{"choices":[],"usage":{"prompt_tokens":-100000,"completion_tokens":-5}}')
+
+    secret, key = made(tokens_per_minute=1000, concurrent_requests=1)
+    async with Stub(lies) as stub, World({"a": stub.url}, keys=(key,)) as world:
+        for _ in range(3):
+            status, _, headers = await world.post({**BODY, "max_tokens": 100}, **bearer(secret))
+            assert status == 200
+        assert int(headers["x-ratelimit-remaining-tokens"]) < 800
+
+
 async def test_tenants_beyond_a_bound_share_series(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "MOST_TENANTS", 2)
     pairs = [made(f"t{i}") for i in range(4)]
