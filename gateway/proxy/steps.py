@@ -89,7 +89,8 @@ def within_key(
     if route.queued:
         output_tokens = facts.max_output_tokens
         if output_tokens is None:
-            output_tokens = round(parts.planner.cost.output_tokens(None)) if route.tokens is not None else 0
+            writes = route.tokens is not None or route.generates
+            output_tokens = round(parts.planner.cost.output_tokens(None)) if writes else 0
         try:
             visit.reserve(facts, output_tokens * facts.n_sequences)
         except ApiError:

@@ -32,8 +32,13 @@ class _Details(msgspec.Struct):
     cached_tokens: _Count | None = None
 
 
+class _Tokens(msgspec.Struct):
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
+
+
 class _Usage(msgspec.Struct):
-    """The fields of /v1/completions, /v1/responses and /v1/messages."""
+    """The fields of /v1/completions, /v1/responses, /v1/messages and /cohere/v2/chat."""
 
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
@@ -43,6 +48,7 @@ class _Usage(msgspec.Struct):
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: _Count | None = None
     cache_creation_input_tokens: _Count | None = None
+    tokens: _Tokens | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -118,7 +124,8 @@ def _reduced(usage: _Usage) -> Usage | None:
         details = usage.prompt_tokens_details
         return Usage(usage.prompt_tokens, usage.completion_tokens, None if details is None else details.cached_tokens)
     if usage.input_tokens is None:
-        return None
+        tokens = usage.tokens
+        return None if tokens is None else Usage(tokens.input_tokens, tokens.output_tokens)
     if usage.cache_read_input_tokens is not None:  # /v1/messages counts cached tokens apart from the others.
         cached, created = usage.cache_read_input_tokens, usage.cache_creation_input_tokens or 0
         return Usage(usage.input_tokens + cached + created, usage.output_tokens, cached)

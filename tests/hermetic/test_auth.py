@@ -7,10 +7,12 @@ import json
 import time
 from typing import Any
 
+import aiohttp
 import pytest
 
 from gateway.auth import door as door_module
 from gateway.config.schema import TenancyConfig
+from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.routes import ROUTES
 from tests.support.auth import bearer, made
 from tests.support.proxy_world import Call, Stub, World, raw_request, until
@@ -427,6 +429,36 @@ async def test_an_engine_that_counts_below_nothing_gives_no_tokens_and_keeps_no_
             status, _, headers = await world.post({**BODY, "max_tokens": 100}, **bearer(secret))
             assert status == 200
         assert int(headers["x-ratelimit-remaining-tokens"]) < 800
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/cohere/v2/chat"])
+async def test_answers_of_a_length_nobody_reads_are_reserved_as_usual_ones(path: str) -> None:
+    async def silent(call: Call) -> None:
+        await call.ok(b"{}")
+
+    secret, key = made(tokens_per_minute=100_000)
+    async with Stub(silent) as stub, World({"a": stub.url}, keys=(key,)) as world:
+        status, _, headers = await world.post(CHAT, path, **bearer(secret))
+        assert status == 200
+        usual = round(world.planner.cost.output_tokens(None))
+        assert usual > 50
+        assert int(headers["x-ratelimit-remaining-tokens"]) <= 100_000 - usual
+
+
+async def test_a_realtime_session_is_of_the_tenant_of_its_key_not_of_its_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AioIncoming, "certificate_name", lambda self: "another")
+
+    async def refuses(call: Call) -> None:
+        await call.ok(b"", status="403 Forbidden")
+
+    secret, key = made("acme")
+    settings = TenancyConfig(certificate=True, header="x-tenant", forward_header=True)
+    async with Stub(refuses) as stub, World({"a": stub.url}, keys=(key,), tenancy=settings) as world:
+        with pytest.raises(aiohttp.WSServerHandshakeError):
+            await world.http.ws_connect(f"{world.url}/v1/realtime?model=m", headers=bearer(secret))
+        assert stub.calls[0].header("X-Tenant") == "acme"
 
 
 async def test_tenants_beyond_a_bound_share_series(monkeypatch: pytest.MonkeyPatch) -> None:
