@@ -419,6 +419,18 @@ async def test_anothers_response_is_not_followed_by_a_body_too_large_to_take_apa
             assert (await world.post(follow, "/v1/responses", **bearer(one)))[0] == 200
 
 
+@pytest.mark.parametrize("headers", [{"Content-Encoding": "gzip"}, {"Content-Type": "multipart/form-data; boundary=b"}])
+async def test_a_body_that_may_follow_anothers_response_unread_goes_to_no_engine(headers: dict[str, str]) -> None:
+    secret, key = made()
+    async with Stub(ok) as stub, World({"a": stub.url}, keys=(key,)) as world:
+        raw = b'{"model":"m","input":"x","previous_response_id":"resp_1"}'
+        async with world.http.post(
+            world.url + "/v1/responses", data=raw, headers={**bearer(secret), **headers}
+        ) as response:
+            assert (response.status, error(await response.read())["code"]) == (400, "not_readable")
+        assert stub.calls == []
+
+
 async def test_an_engine_that_counts_below_nothing_gives_no_tokens_and_keeps_no_place() -> None:
     async def lies(call: Call) -> None:
         await call.ok(b'{"choices":[],"usage":{"prompt_tokens":-100000,"completion_tokens":-5}}')

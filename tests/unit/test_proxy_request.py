@@ -104,7 +104,11 @@ async def test_limits_are_those_that_the_api_obeys_in_any_spelling_it_takes(
     kind: str, extra: dict[str, Any], limit: int | None, n: int
 ) -> None:
     """Tokens are reserved by them: a limit that an engine ignores makes no request cheaper."""
-    prompts = {"generate": {"token_ids": [1]}, "completions": {"prompt": [1]}, "responses": {"input": "x"}}
+    prompts: dict[str, dict[str, Any]] = {
+        "generate": {"token_ids": [1]},
+        "completions": {"prompt": [1]},
+        "responses": {"input": "x"},
+    }
     facts = await read({"model": "m", **prompts.get(kind, {"messages": []}), **extra}, kind)
     assert (facts.max_output_tokens, facts.n_sequences) == (limit, n)
 
