@@ -33,12 +33,17 @@ def is_metadata(address: str | IPv4Address | IPv6Address) -> bool:
     """Of an address; a name is none."""
     if isinstance(address, str):
         try:
-            address = ip_address(address.partition("%")[0])
-        except ValueError:
+            address = _read(address.partition("%")[0])
+        except (OSError, ValueError):
             return False
     if isinstance(address, IPv6Address):
         address = _within(address)
     return any(address in network for network in _NEVER)
+
+
+def _read(text: str) -> IPv4Address | IPv6Address:
+    """As the system reads it where it connects: 2852039166 and 0xa9.254.43518, too. Raises OSError or ValueError."""
+    return ip_address(text) if ":" in text else IPv4Address(socket.inet_aton(text.rstrip(".")))
 
 
 def leads_to_metadata(url: str) -> bool:

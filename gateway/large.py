@@ -39,6 +39,8 @@ class _Named(msgspec.Struct):
 
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     stream: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    previous_response_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """Whose response that is must be looked at, however large the body."""
 
 
 _named = msgspec.json.Decoder(_Named)
@@ -62,7 +64,7 @@ def decode_large(body: bytes, kind: str | None) -> LargeBody | None:
         return _leniently(body)
     wanted = set(raws)
     if kind is None or len(raws) > _MOST_FIELDS:
-        wanted &= {"model", "stream"}
+        wanted &= set(_Named.__struct_fields__)
     ids_field = None if "truncate_prompt_tokens" in raws else _ID_FIELDS.get(kind or "")
     fields: dict[str, Any] = {}
     left_out, cut_tokens = len(raws) > _MOST_FIELDS, 0

@@ -27,11 +27,16 @@ class _JsonLines(logging.Formatter):
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _encodable(record.getMessage()),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = _encodable(self.formatException(record.exc_info))
         return msgspec.json.encode(line).decode()
+
+
+def _encodable(text: str) -> str:
+    """Bytes of clients that are no UTF-8 are shown as escapes; msgspec would refuse the whole line."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def set_up_logging(config: Config) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from gateway import form
 from gateway.bad_request import BadRequest as BadRequest
 from gateway.depth import check_depth
 from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
+from gateway.handoff.local import LIMITS
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
 from gateway.proxy.headers import is_encoded
 from gateway.stored import LONGEST_ID, Place
@@ -38,7 +40,7 @@ _TRUE = frozenset({"true", "1", "on", "yes", "t", "y"})
 _MOST_TOKENS = 1 << 31
 _MOST_SEQUENCES = 1 << 14
 """Larger numbers in a body say nothing about its cost: an engine refuses them, and floats cannot hold them all."""
-_MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_WHOLE = re.compile(r"\s*\+?\d{1,10}(?:\.0+)?\s*", re.ASCII)
 
 
 HolderOf = Callable[[str, Mapping[str, str], str | None], Awaitable[Place]]
@@ -164,7 +166,10 @@ class RequestReader:
         model, lora = await self._served(fields.get("model"))
         prompts = await self._tokens.tokens_for(kind, fields, model, body_bytes=len(body))
         routed = max(prompts, key=_known_tokens)
-        n_sequences = _positive(fields.get("n"), _MOST_SEQUENCES) or 1
+        sampling = fields.get("sampling_params") if kind == "generate" else fields
+        if not isinstance(sampling, Mapping):
+            sampling = {}
+        n_sequences = _positive(sampling.get("n"), _MOST_SEQUENCES) or 1
         ids = None if routed.ids is None else routed.ids[: 4 * MOST_TOKENS]
         is_prefix = ids is not None and (routed.prefix_only or cut_tokens > 0 or ids is not routed.ids)
         return RequestFacts(
@@ -177,7 +182,9 @@ class RequestReader:
             lora=lora,
             cache_salt=_text(fields.get("cache_salt")),
             media_links=await self._media_links(kind, fields, len(body)) if routed.media_parts else (),
-            max_output_tokens=next(filter(None, (_positive(fields.get(f)) for f in _MAX_TOKENS_FIELDS)), None),
+            max_output_tokens=next(
+                filter(None, (_positive(sampling.get(name)) for name in LIMITS.get(kind, ()))), None
+            ),
             n_sequences=n_sequences * len(prompts),
             streaming=fields.get("stream") is True,
             keep_local=self._kept_local(kind, body, fields, routed, len(prompts)),
@@ -284,6 +291,11 @@ def _known_tokens(prompt: Tokens) -> int:
 
 
 def _positive(value: object, most: int = _MOST_TOKENS) -> int | None:
+    """Engines take "5" and 5.0 for 5, too."""
+    if isinstance(value, str) and _WHOLE.fullmatch(value):
+        value = int(float(value))
+    elif isinstance(value, float) and value.is_integer():
+        value = int(value)
     number = _integer(value)
     return number if number is not None and 0 < number <= most else None
 

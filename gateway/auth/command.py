@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.auth.keys import digest_of, new_key, read_keys
+from gateway.auth.keys import LEAST_CHARACTERS, digest_of, new_key, read_keys
 from gateway.cli import Parser
 from gateway.errors import UserError
 
@@ -40,7 +40,10 @@ def main(args: Sequence[str]) -> int:
     if options.verb == "new":
         return _new(options)
     if options.verb == "hash":
-        print(digest_of(sys.stdin.readline().rstrip("\r\n")).hex())
+        key = sys.stdin.readline().strip()  # As it is read off a header.
+        if len(key) < LEAST_CHARACTERS:
+            raise UserError(f"a key has {LEAST_CHARACTERS} characters or more: shorter ones can be guessed")
+        print(digest_of(key).hex())
         return 0
     keys = read_keys(_text(options.file), options.file)
     print(f"{len(keys)} keys of {len({key.tenant for key in keys})} tenants")

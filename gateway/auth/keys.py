@@ -23,7 +23,7 @@ from gateway.errors import UserError, nearest
 
 PREFIX = "wr-"
 _KEY_BYTES = 32
-_LEAST_CHARACTERS = 20
+LEAST_CHARACTERS = 20
 """Of keys that somebody else made up: shorter ones can be guessed."""
 _SEPARATORS = re.compile(r"[\s,]+")
 
@@ -154,9 +154,9 @@ def keys_of_variable(text: str, variable: str) -> tuple[Key, ...]:
     digests: dict[str, list[str]] = {}
     for i, pair in enumerate(filter(None, _SEPARATORS.split(text)), 1):
         tenant, _, key = pair.partition("=")
-        if not tenant or len(key) < _LEAST_CHARACTERS:
+        if not tenant or len(key) < LEAST_CHARACTERS:
             raise KeysError(
-                f"{variable}: entry {i} is no TENANT=KEY with a key of {_LEAST_CHARACTERS} characters or more"
+                f"{variable}: entry {i} is no TENANT=KEY with a key of {LEAST_CHARACTERS} characters or more"
             )
         digests.setdefault(tenant, []).append(digest_of(key).hex())
     if not digests:

@@ -111,6 +111,11 @@ def is_encoded(headers: Mapping[str, str]) -> bool:
     return any(coding.strip().lower() not in ("", "identity") for row in said for coding in row.split(","))
 
 
+def is_unread(headers: Mapping[str, str]) -> bool:
+    """Whether their body is no JSON that we look into."""
+    return is_encoded(headers) or headers.get("content-type", "")[:10].lower() == "multipart/"
+
+
 def is_leg(raw: RawHeaders) -> bool:
     """Whether a face of ours sent these."""
     return any(len(name) == len(_LEG) and name.lower() == _LEG for name, _ in raw)

@@ -35,6 +35,8 @@ _INDIFFERENT = frozenset(
     {"accept", "accept-encoding", "accept-language", "user-agent", "x-request-id", "traceparent", "tracestate"}
 )
 """Headers that no worker can tell its clients apart by; by any other it may answer each client differently."""
+_OURS = ("Authorization",)
+"""All that workers are shown where clients have keys: the engines' own."""
 
 Card = dict[str, Any]
 
@@ -57,7 +59,8 @@ _Union = dict[str, Card] | _Refusal
 
 
 class ModelList:
-    """Asks every worker, on behalf of the client (with its Authorization), and remembers the union for a second.
+    """Asks every worker, on behalf of the client (with its Authorization), and remembers the union for a second; where
+    clients have keys, one for all of them.
 
     Where two workers serve one id, the first worker by name speaks. A worker that does not answer leaves a gap; when
     none gives cards, the first refusal is passed on.
@@ -82,6 +85,8 @@ class ModelList:
                 visit = self._door.identify(headers)
             except BadRequest as exc:
                 raise ApiError(400, str(exc), code=exc.code) from None
+            # Lists count as nothing: a header more may not ask the whole fleet again.
+            headers = CIMultiDict((name, headers[name]) for name in _OURS if name in headers)
         cards = await asyncio.shield(self._union(headers))
         if visit is not None and not isinstance(cards, _Refusal):
             cards = {name: card for name, card in cards.items() if visit.key.may_ask_for(name)}

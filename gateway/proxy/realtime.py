@@ -172,13 +172,13 @@ class _Session:
         admitted = False
         try:
             self._check_upgrade()
-            visit = self._visit = steps.at_door(self._parts, self._headers)
-            if visit is not None:
-                self._record.tenant = visit.tenant
-                steps.entered(self._parts, visit)
-            authenticated = None if visit is None else visit.tenant
+            authenticated: str | None = None
             if self._parts.tenancy.by_certificate:
                 authenticated = AioIncoming(self._request).certificate_name()
+            visit = self._visit = steps.at_door(self._parts, self._headers)
+            if visit is not None:
+                authenticated = self._record.tenant = visit.tenant
+                steps.entered(self._parts, visit)
             self._tenant = steps.identified_session(self._parts, self._headers, authenticated)
             self._face.plane.admit()
             admitted = True

@@ -11,12 +11,14 @@ _GET = frozenset({"GET", "OPTIONS"})
 
 class Route(NamedTuple):
     """`tokens`: how the body's prompt is read (a kind of `TokenService.tokens_for`); None: placed by load alone.
-    `queued`: the model has to run for it, so that it waits while no worker has room.
+    `queued`: the model has to run for it, so that it waits while no worker has room; `generates`: it writes text, of
+    no limit that we read.
     """
 
     methods: frozenset[str]
     tokens: str | None = None
     queued: bool = True
+    generates: bool = False
 
 
 _BY_PREFIX = {
@@ -27,7 +29,6 @@ _BY_PREFIX = {
     "/inference/v1/generate": "generate",
 }
 _BY_LOAD = (
-    "/v1/chat/completions/batch",
     "/v1/embeddings",
     "/v2/embed",
     "/pooling",
@@ -39,11 +40,11 @@ _BY_LOAD = (
     "/rerank",
     "/v1/rerank",
     "/v2/rerank",
-    "/cohere/v2/chat",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
     "/v1/audio/speech",
 )
+_UNREAD = ("/v1/chat/completions/batch", "/cohere/v2/chat")
 _BY_SERVER = (
     "/v1/messages/count_tokens",
     *(f"{path}/{verb}" for path in _BY_PREFIX if path.startswith("/v1/") for verb in ("render", "derender")),
@@ -58,6 +59,7 @@ _BY_SERVER = (
 ROUTES: dict[str, Route] = {
     **{path: Route(_POST, kind) for path, kind in _BY_PREFIX.items()},
     **{path: Route(_POST) for path in _BY_LOAD},
+    **{path: Route(_POST, generates=True) for path in _UNREAD},
     **{path: Route(_POST, queued=False) for path in _BY_SERVER},
     "/version": Route(_GET, queued=False),
     "/tokenizer_info": Route(_GET, queued=False),

@@ -20,6 +20,7 @@ from gateway.proxy import errors
 from gateway.proxy.access import Record
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
+from gateway.proxy.headers import is_unread
 from gateway.proxy.parts import Parts
 from gateway.proxy.routes import Route
 from gateway.proxy.usage import Usage
@@ -89,7 +90,8 @@ def within_key(
     if route.queued:
         output_tokens = facts.max_output_tokens
         if output_tokens is None:
-            output_tokens = round(parts.planner.cost.output_tokens(None)) if route.tokens is not None else 0
+            writes = route.tokens is not None or route.generates
+            output_tokens = round(parts.planner.cost.output_tokens(None)) if writes else 0
         try:
             visit.reserve(facts, output_tokens * facts.n_sequences)
         except ApiError:
@@ -150,6 +152,8 @@ async def read_facts(
 ) -> RequestFacts:
     """`members` as above. Raises ApiError."""
     try:
+        if kind == "responses" and parts.tenancy.by_tenant and is_unread(headers):
+            raise BadRequest("The request body must be plain JSON: it may follow a response.", code="not_readable")
         return await parts.reader.read(booking_id, kind, body, headers, members, tenant)
     except BadRequest as exc:
         raise bad_request(parts, exc) from None

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from gateway.stored import ResponseHead
 
@@ -22,21 +24,31 @@ _SHALLOW = re.compile(rb"\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}")
 """An object that holds objects, but these none: as all usages of today."""
 
 
+_Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""What an engine says is counted against keys: a number below 0 would give tokens back."""
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
+
+
+class _Tokens(msgspec.Struct):
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    """The fields of /v1/completions, /v1/responses and /v1/messages."""
+    """The fields of /v1/completions, /v1/responses, /v1/messages and /cohere/v2/chat."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: _Count | None = None
+    cache_creation_input_tokens: _Count | None = None
+    tokens: _Tokens | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -112,7 +124,8 @@ def _reduced(usage: _Usage) -> Usage | None:
         details = usage.prompt_tokens_details
         return Usage(usage.prompt_tokens, usage.completion_tokens, None if details is None else details.cached_tokens)
     if usage.input_tokens is None:
-        return None
+        tokens = usage.tokens
+        return None if tokens is None else Usage(tokens.input_tokens, tokens.output_tokens)
     if usage.cache_read_input_tokens is not None:  # /v1/messages counts cached tokens apart from the others.
         cached, created = usage.cache_read_input_tokens, usage.cache_creation_input_tokens or 0
         return Usage(usage.input_tokens + cached + created, usage.output_tokens, cached)

@@ -155,7 +155,7 @@ class HintReader:
             if name is not None and name not in names:
                 names.append(name)
         if not names and "denied" in outcomes:
-            _log.warning("prefill target %s is not allowed: see pd.allow", values[0][:_LONGEST_SHOWN])
+            _log.warning("prefill target %a is not allowed: see pd.allow", values[0][:_LONGEST_SHOWN])
             raise ApiError(
                 403,
                 "The prefill target is not allowed: it is no known prefill worker, and pd.allow does not cover it.",

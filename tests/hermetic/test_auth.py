@@ -7,10 +7,12 @@ import json
 import time
 from typing import Any
 
+import aiohttp
 import pytest
 
 from gateway.auth import door as door_module
 from gateway.config.schema import TenancyConfig
+from gateway.proxy.aio_incoming import AioIncoming
 from gateway.proxy.routes import ROUTES
 from tests.support.auth import bearer, made
 from tests.support.proxy_world import Call, Stub, World, raw_request, until
@@ -399,6 +401,76 @@ async def test_a_stored_response_is_its_tenants_alone() -> None:
         async with world.http.get(world.url + "/v1/responses/resp_2", headers=bearer(one)) as response:
             assert response.status == 404  # Whose it is nobody knows.
         assert len(stub.calls) == 8
+
+
+async def test_anothers_response_is_not_followed_by_a_body_too_large_to_take_apart() -> None:
+    async def stores(call: Call) -> None:
+        await call.ok(b'{"id":"resp_1","usage":{"input_tokens":1,"output_tokens":1}}')
+
+    (one, a), (two, b) = made("a"), made("b")
+    body = {"model": "m", "input": "x"}
+    filler = {"metadata": {f"k{i:06d}": "v" for i in range(40_000)}}
+    members = {f"k{i:06d}": "x" * 250 for i in range(1500)}
+    async with Stub(stores) as stub, World({"a": stub.url}, keys=(a, b)) as world:
+        assert (await world.post(body, "/v1/responses", **bearer(one)))[0] == 200
+        for more in (filler, members):
+            follow = {**body, "previous_response_id": "resp_1", **more}
+            assert (await world.post(follow, "/v1/responses", **bearer(two)))[0] == 404
+            assert (await world.post(follow, "/v1/responses", **bearer(one)))[0] == 200
+
+
+@pytest.mark.parametrize("headers", [{"Content-Encoding": "gzip"}, {"Content-Type": "multipart/form-data; boundary=b"}])
+async def test_a_body_that_may_follow_anothers_response_unread_goes_to_no_engine(headers: dict[str, str]) -> None:
+    secret, key = made()
+    async with Stub(ok) as stub, World({"a": stub.url}, keys=(key,)) as world:
+        raw = b'{"model":"m","input":"x","previous_response_id":"resp_1"}'
+        async with world.http.post(
+            world.url + "/v1/responses", data=raw, headers={**bearer(secret), **headers}
+        ) as response:
+            assert (response.status, error(await response.read())["code"]) == (400, "not_readable")
+        assert stub.calls == []
+
+
+async def test_an_engine_that_counts_below_nothing_gives_no_tokens_and_keeps_no_place() -> None:
+    async def lies(call: Call) -> None:
+        await call.ok(b'{"choices":[],"usage":{"prompt_tokens":-100000,"completion_tokens":-5}}')
+
+    secret, key = made(tokens_per_minute=1000, concurrent_requests=1)
+    async with Stub(lies) as stub, World({"a": stub.url}, keys=(key,)) as world:
+        for _ in range(3):
+            status, _, headers = await world.post({**BODY, "max_tokens": 100}, **bearer(secret))
+            assert status == 200
+        assert int(headers["x-ratelimit-remaining-tokens"]) < 800
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/cohere/v2/chat"])
+async def test_answers_of_a_length_nobody_reads_are_reserved_as_usual_ones(path: str) -> None:
+    async def silent(call: Call) -> None:
+        await call.ok(b"{}")
+
+    secret, key = made(tokens_per_minute=100_000)
+    async with Stub(silent) as stub, World({"a": stub.url}, keys=(key,)) as world:
+        status, _, headers = await world.post(CHAT, path, **bearer(secret))
+        assert status == 200
+        usual = round(world.planner.cost.output_tokens(None))
+        assert usual > 50
+        assert int(headers["x-ratelimit-remaining-tokens"]) <= 100_000 - usual
+
+
+async def test_a_realtime_session_is_of_the_tenant_of_its_key_not_of_its_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AioIncoming, "certificate_name", lambda self: "another")
+
+    async def refuses(call: Call) -> None:
+        await call.ok(b"", status="403 Forbidden")
+
+    secret, key = made("acme")
+    settings = TenancyConfig(certificate=True, header="x-tenant", forward_header=True)
+    async with Stub(refuses) as stub, World({"a": stub.url}, keys=(key,), tenancy=settings) as world:
+        with pytest.raises(aiohttp.WSServerHandshakeError):
+            await world.http.ws_connect(f"{world.url}/v1/realtime?model=m", headers=bearer(secret))
+        assert stub.calls[0].header("X-Tenant") == "acme"
 
 
 async def test_tenants_beyond_a_bound_share_series(monkeypatch: pytest.MonkeyPatch) -> None:

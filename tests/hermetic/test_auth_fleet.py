@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import AsyncIterator
@@ -212,6 +213,17 @@ def test_the_command_makes_hashes_and_checks(file: Path, capsys: pytest.CaptureF
     err = capsys.readouterr().err
     assert "keys[0]" in err
     assert "did you mean sha256?" in err
+
+
+@pytest.mark.parametrize(("line", "code"), [("", 2), ("\n", 2), ("hunter2\n", 2), (" sk-" + "x" * 30 + " \n", 0)])
+def test_a_key_that_can_be_guessed_is_not_hashed(
+    line: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(line))
+    assert main(["keys", "hash"]) == code
+    out, err = capsys.readouterr()
+    assert out == (keys.digest_of(line.strip()).hex() + "\n" if code == 0 else "")
+    assert "hunter2" not in err
 
 
 @pytest.mark.parametrize(

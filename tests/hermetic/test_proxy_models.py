@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.proxy.models import PATH, ModelList
+from tests.support.auth import bearer, made
 from tests.support.proxy_world import Call, Script, Stub, World
 
 pytestmark = pytest.mark.usefixtures("http_plane")
@@ -104,6 +105,21 @@ async def test_one_clients_list_is_not_shown_to_another(stubs: tuple[Stub, Stub]
             async with world.http.get(world.url + PATH, headers={name: key}) as response:
                 assert (await response.json())["data"] == [{"id": key}]
         assert len(stubs[0].calls) == 2
+
+
+async def test_who_has_a_key_cannot_have_the_fleet_asked_again_by_a_header_more(stubs: tuple[Stub, Stub]) -> None:
+    (one, a), (two, b) = made("a"), made("b")
+    async with World({"a": stubs[0].url}, keys=(a, b), engine_key="theirs") as world:
+        world.plane.pages = {PATH: ModelList(world.upstreams, lambda: ["a"], world.door).page}
+        statuses = set()
+        for i, secret in enumerate((one, two) * 20):
+            headers = {**bearer(secret), "X-Nonce": str(i), "Cookie": f"c={i}"}
+            async with world.http.get(world.url + PATH, headers=headers) as response:
+                statuses.add(response.status)
+        assert statuses == {200}
+        assert len(stubs[0].calls) <= 3  # One a second.
+        assert stubs[0].calls[0].header("authorization") == "Bearer theirs"
+        assert not stubs[0].calls[0].header("x-nonce")
 
 
 async def test_only_so_many_lists_are_asked_for_at_once(stubs: tuple[Stub, Stub]) -> None:

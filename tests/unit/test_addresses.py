@@ -31,10 +31,12 @@ NEVER = [
     "100.100.100.200",
     "168.63.129.16",
 ]
+SPELLED = ["2852039166", "169.254.43518", "0251.0376.0251.0376", "0xa9fea9fe", "169.254.169.254."]
+"""Names to `ipaddress`, 169.254.169.254 to what connects."""
 FINE = ["10.0.0.1", "127.0.0.1", "169.253.1.1", "170.0.0.1", "192.168.1.1", "::1", "fd00::1", "fec0::1", "name", ""]
 
 
-@pytest.mark.parametrize(("address", "expected"), [(a, True) for a in NEVER] + [(a, False) for a in FINE])
+@pytest.mark.parametrize(("address", "expected"), [(a, True) for a in NEVER + SPELLED] + [(a, False) for a in FINE])
 def test_an_address(address: str, expected: bool) -> None:
     assert is_metadata(address) is expected
     if address and "%" not in address:

@@ -86,6 +86,33 @@ async def test_max_completion_tokens_beats_max_tokens() -> None:
     assert facts.max_output_tokens == 7
 
 
+@pytest.mark.parametrize(
+    ("kind", "extra", "limit", "n"),
+    [
+        ("completions", {"max_completion_tokens": 1, "max_output_tokens": 1, "max_tokens": 900}, 900, 1),
+        ("responses", {"max_tokens": 1, "max_output_tokens": 900}, 900, 1),
+        ("messages", {"max_completion_tokens": 1, "max_tokens": 900}, 900, 1),
+        ("generate", {"max_tokens": 1, "n": 1, "sampling_params": {"max_tokens": 900, "n": 4}}, 900, 4),
+        ("generate", {"sampling_params": None}, None, 1),
+        ("completions", {"max_tokens": "900", "n": "4"}, 900, 4),
+        ("completions", {"max_tokens": 900.0, "n": 4.0}, 900, 4),
+        ("completions", {"max_tokens": "9e2", "n": 4.5}, None, 1),
+        ("completions", {"max_tokens": float("inf"), "n": float("nan")}, None, 1),
+    ],
+)
+async def test_limits_are_those_that_the_api_obeys_in_any_spelling_it_takes(
+    kind: str, extra: dict[str, Any], limit: int | None, n: int
+) -> None:
+    """Tokens are reserved by them: a limit that an engine ignores makes no request cheaper."""
+    prompts: dict[str, dict[str, Any]] = {
+        "generate": {"token_ids": [1]},
+        "completions": {"prompt": [1]},
+        "responses": {"input": "x"},
+    }
+    facts = await read({"model": "m", **prompts.get(kind, {"messages": []}), **extra}, kind)
+    assert (facts.max_output_tokens, facts.n_sequences) == (limit, n)
+
+
 async def test_an_adapter_is_named_as_the_model() -> None:
     workers = fleet(a=("m", "lora-x"), b=("m",))
     assert (await read({"model": "lora-x", "prompt": [1]}, workers=workers)).lora == "lora-x"

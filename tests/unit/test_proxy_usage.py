@@ -94,3 +94,19 @@ def test_end_of_an_event(pieces: tuple[bytes, ...], ended: bool) -> None:
     for piece in pieces:
         tail.feed(piece)
     assert tail.ends_event() is ended
+
+
+@pytest.mark.parametrize("n", [-1, -(1 << 40), 1 << 60, 10**30])
+@pytest.mark.parametrize("field", ["prompt_tokens", "completion_tokens"])
+def test_numbers_that_no_answer_takes_are_no_usage(field: str, n: int) -> None:
+    """Counted against a key, one below 0 would give tokens back."""
+    assert read(json.dumps({"usage": {"prompt_tokens": 1, "completion_tokens": 1, field: n}}).encode()) is None
+
+
+def test_usage_of_cohere_chats() -> None:
+    counted = {
+        "billed_units": {"input_tokens": 5, "output_tokens": 3},
+        "tokens": {"input_tokens": 9, "output_tokens": 4},
+    }
+    assert read(json.dumps({"id": "x", "usage": counted}).encode()) == Usage(9, 4)
+    assert read(sse({"type": "message-end", "delta": {"usage": counted}})) == Usage(9, 4)
