@@ -271,6 +271,7 @@ CHECKS: dict[str, Callable[[Command, Path], str | None]] = {
     ".venv/bin/pip": _pip,
     "pip": _pip,
     ".": _reason(OF_THE_BLOCK),
+    "echo": _reason(OF_THE_BLOCK),
     "cd": _cd,
     "export": _export,
     "vllm": _vllm,
