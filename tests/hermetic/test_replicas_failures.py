@@ -254,7 +254,8 @@ async def test_a_failover_by_sentinel(kind: Kind) -> None:
 
 
 async def test_a_cluster(kind: Kind) -> None:
-    async with RedisServer(kind, "--cluster-enabled", "yes") as node:
+    # The usual port of its bus, 10,000 above, may be none.
+    async with RedisServer(kind, "--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
         await node.command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         await until_says(node, lambda told: b"cluster_state:ok" in told, "CLUSTER", "INFO")
         redis = sharing(node, mode="cluster", ttl_s=1.0)
