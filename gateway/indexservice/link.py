@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import grpc
 
 from gateway.engine.feed import FeedStatus
-from gateway.engine.intake import OnClear, OnNews
 from gateway.indexservice.addresses import Addresses
+from gateway.indexservice.followed import Followed
 from gateway.indexservice.server import SERVICE
 from gateway.indexservice.wire import WireError, change_of, section_changes, status_of
 from gateway.pb import indexer_pb2 as pb
@@ -26,8 +25,6 @@ from scorer.types import RequestFacts
 _log = logging.getLogger(__name__)
 SILENT_S = 4.0
 """An indexer says something every second."""
-_GRACE_S = 2.0
-"""So long another one may be looked for before the copy counts as stale."""
 _FORGET_TIMEOUT_S = 2.0
 _APART_S = (1.0, 60.0)
 """Between two snapshots because of what went wrong in a copy: at least, and as it goes on."""
@@ -41,27 +38,17 @@ class _Broken(Exception):
         self.what = what
 
 
-class ReplicaLink:
+class ReplicaLink(Followed):
     """An `Intake` whose workers an indexer knows. `on_news` and `on_clear` are called from its thread."""
 
     def __init__(self, addresses: Addresses, replica: Replica, *, now: Callable[[], float] = time.monotonic) -> None:
-        self.on_news: OnNews = lambda worker, rank: None
-        self.on_clear: OnClear = lambda worker, rank, reason: None
-        self.problem: str | None = None
-        """Why no indexer is followed now."""
-        self._addresses = addresses
+        super().__init__(addresses, now)
         self._replica = replica
-        self._now = now
-        self._counters: Counter[str] = Counter()
         self._feeds: dict[Holder, pb.Feed] = {}
         self._heard_s: dict[Holder, float] = {}
         self._instance = ""
         self.sequence = 0
         """Of the last delta taken in."""
-        self.is_live = False
-        """Whether an indexer is followed now, and all that it had is here."""
-        self._live_until_s = now()
-        """When it was last so."""
         self._last_heard_s = now()
         self._apart_s = _APART_S[0]
         self._told: set[Holder] | None = None
@@ -85,23 +72,6 @@ class ReplicaLink:
         if self._thread.is_alive():
             self._thread.join()
 
-    def add(
-        self,
-        worker: str,
-        rank: int,
-        endpoint: str | None,
-        replay_endpoint: str | None = None,
-        *,
-        topic: str | None = None,
-    ) -> None:
-        """Nothing: whom an indexer follows is for its own configuration to say."""
-
-    def remove(self, worker: str) -> None:
-        """Nothing, as above."""
-
-    def process_restarted(self, worker: str, reason: str, process_start_s: float | None = None) -> None:
-        """Nothing: the indexer sees it too, and when it says so is when what it said before is void."""
-
     def forget(self, worker: str, reason: str) -> None:
         """Told to the indexer, which tells everybody."""
         self._replica.drop(worker)
@@ -114,15 +84,6 @@ class ReplicaLink:
         )
         answer = method.future(pb.ForgetRequest(worker=worker), timeout=_FORGET_TIMEOUT_S)
         answer.add_done_callback(lambda done: self._told_to_forget(worker, done))
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether what is here is of before."""
-        return not self.is_live and self._now() - self._live_until_s > _GRACE_S
-
-    @property
-    def address(self) -> str:
-        return self._addresses.current
 
     def note(self, facts: RequestFacts) -> str | None:
         return "index stale" if self.is_stale else None

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,8 +19,8 @@ import msgspec
 import xxhash
 
 from gateway.engine.feed import FeedStatus
-from gateway.engine.intake import OnClear, OnNews
 from gateway.indexservice.addresses import Addresses
+from gateway.indexservice.followed import Followed
 from gateway.indexservice.server import SERVICE
 from gateway.indexservice.wire import little_endian, match_of, status_of
 from gateway.pb import indexer_pb2 as pb
@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _POLL_TIMEOUT_S = 2.0
 _LEAST_WAIT_S = 0.02
-_GRACE_S = 2.0
 _LATE_S = 2.0
 """So long an answer is still waited for, if not by the request."""
 _MOST_ANSWERS = 1024
@@ -91,20 +90,13 @@ class AskedIndex(PrefixIndex):
         }
 
 
-class QueryLink:
+class QueryLink(Followed):
     """An `Intake` whose workers an indexer knows. Create it inside a running event loop, which is where it lives."""
 
     def __init__(self, addresses: Addresses, index: AskedIndex, *, budget_s: float) -> None:
-        self.on_news: OnNews = lambda worker, rank: None
-        self.on_clear: OnClear = lambda worker, rank, reason: None
-        self.problem: str | None = None
-        self.is_live = False
-        """Whether an indexer has answered the last time it was asked how it is."""
-        self._addresses = addresses
+        super().__init__(addresses)
         self._index = index
         self._budget_s = budget_s
-        self._counters: Counter[str] = Counter()
-        self._live_until_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._channel: grpc.aio.Channel | None = None
         self._look_now = asyncio.Event()
@@ -177,23 +169,6 @@ class QueryLink:
         """From another thread."""
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
 
-    def add(
-        self,
-        worker: str,
-        rank: int,
-        endpoint: str | None,
-        replay_endpoint: str | None = None,
-        *,
-        topic: str | None = None,
-    ) -> None:
-        """Nothing: whom an indexer follows is for its own configuration to say."""
-
-    def remove(self, worker: str) -> None:
-        """Nothing, as above."""
-
-    def process_restarted(self, worker: str, reason: str, process_start_s: float | None = None) -> None:
-        """Nothing: the indexer sees it too."""
-
     def forget(self, worker: str, reason: str) -> None:
         """Told to the indexer."""
         for answer in list(self._index.answers.values()):
@@ -202,14 +177,6 @@ class QueryLink:
         channel = self._channel
         if channel is not None:
             self._loop.call_soon_threadsafe(self._tell_to_forget, channel, worker)
-
-    @property
-    def is_stale(self) -> bool:
-        return not self.is_live and time.monotonic() - self._live_until_s > _GRACE_S
-
-    @property
-    def address(self) -> str:
-        return self._addresses.current
 
     def degraded(self) -> Iterator[tuple[str, str]]:
         if self.is_stale:

@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from gateway.config.schema import Config, IndexerConfig, IndexServiceConfig
-from gateway.indexservice import link, publisher, questions, server
+from gateway.indexservice import followed, link, publisher, questions, server
 from gateway.indexservice.metrics import _COUNTED
 from indexer.keys import chain, root
 
@@ -39,7 +39,7 @@ def test_limits_and_names_are_those_of_the_code() -> None:
     assert server.SERVICE in DOC
     assert f"{questions.MOST_TOKENS:,}" in DOC
     assert f"{server.MOST_MESSAGE_BYTES >> 20} MiB" in DOC
-    assert f"more than {link._GRACE_S:g} s" in DOC
+    assert f"more than {followed._GRACE_S:g} s" in DOC
     assert publisher.EVENTS_UP  # what STALE is the absence of
 
 
