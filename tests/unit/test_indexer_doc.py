@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from gateway.config.schema import Config, IndexerConfig, IndexServiceConfig
-from gateway.indexservice import followed, link, publisher, questions, server
+from gateway.indexservice import followed, publisher, questions, server
 from gateway.indexservice.metrics import _COUNTED
 from indexer.keys import chain, root
 
