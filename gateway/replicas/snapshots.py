@@ -8,6 +8,7 @@ time, in pieces, so that neither Redis nor the event loop stands still for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ _PIECE_BYTES = 256 << 10
 _MOST_BYTES = 64 << 20
 _ID_BYTES = 8
 _SAVE_S = 10.0
+_TRIES = 10
+_TRY_AGAIN_S = 0.1
+
+
+class _WrittenAnewError(Exception):
+    """While it was read."""
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +77,7 @@ class Snapshots:
         """What there is of it. Raises what the client raises."""
         found: dict[int, SavedRank] = {}
         for rank in ranks:
-            data = await self._read(client, (worker, rank))
+            data = await self._read_whole(client, (worker, rank))
             if data is None:
                 continue
             try:
@@ -122,6 +129,13 @@ class Snapshots:
         except TimeoutError:
             return None  # Events have its thread; the next round is soon.
 
+    async def _read_whole(self, client: Client, holder: Holder) -> bytes | None:
+        for _ in range(_TRIES):
+            with contextlib.suppress(_WrittenAnewError):
+                return await self._read(client, holder)
+            await asyncio.sleep(_TRY_AGAIN_S)
+        return None
+
     async def _read(self, client: Client, holder: Holder) -> bytes | None:
         ask: Any = client
         (head,) = await ask.mget([self._keys.snapshot(holder)])
@@ -137,8 +151,10 @@ class Snapshots:
         out = bytearray()
         for i in range(-(-it.n_bytes // _PIECE_BYTES)):
             (piece,) = await ask.mget([self._keys.piece(holder, i)])
-            if piece is None or piece[:_ID_BYTES] != it.name:
-                return None  # It is being written anew.
+            if piece is None:
+                return None
+            if piece[:_ID_BYTES] != it.name:
+                raise _WrittenAnewError
             self._counts.received(len(piece))
             out += piece[_ID_BYTES:]
         return bytes(out) if len(out) == it.n_bytes else None

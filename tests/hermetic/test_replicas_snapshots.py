@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.replicas import snapshots
+from gateway.replicas.schema import Keys
 from gateway.run import Gateway
-from indexer import Prompt
+from indexer import Holder, Prompt
 from tests.support.gateway_world import engine, until
 from tests.support.redis_server import KINDS, Kind, RedisServer, binary
 from tests.support.replica_world import ReplicatedFleet, sharing
@@ -99,3 +102,39 @@ async def test_a_snapshot_from_before_the_engines_history_is_not_believed(
         assert status.counters["clears"] == 1
         assert status.partial
         assert known_tokens(late) == 0
+
+
+async def test_a_snapshot_that_is_being_written_anew_is_read_when_it_is_whole(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece of the next one is there before its head; who did not wait would begin with nothing."""
+    async with (
+        RedisServer(kind) as server,
+        ReplicatedFleet(1, sharing(server), a=engine(buffer_steps=10)) as fleet,
+    ):
+        await fleet.complete(0, OLD)
+        await until(lambda: known_tokens(fleet.gateways[0]) == len(OLD))
+        await written(server, fleet)
+        replicas = fleet.gateways[0].core.replicas
+        keys = Keys("warmroute", "default")
+        piece_key = keys.piece(("copy", 0), 0)
+        tried = asyncio.Event()
+        read = snapshots.Snapshots._read
+
+        async def reads(self: snapshots.Snapshots, client: Any, holder: Holder) -> bytes | None:
+            try:
+                return await read(self, client, holder)
+            finally:
+                tried.set()
+
+        monkeypatch.setattr(snapshots.Snapshots, "_read", reads)
+        async with server.client() as client:
+            await server.command("SET", keys.lease, "somebody")
+            data = msgspec.msgpack.encode(await replicas.snapshots._saved(("a", 0)))
+            head = snapshots._HEAD + msgspec.msgpack.encode((b"12345678", len(data)))
+            await client.set(keys.snapshot(("copy", 0)), head)
+            await client.set(piece_key, b"another." + data)
+            reading = asyncio.create_task(replicas.saved("copy", [0]))
+            await tried.wait()
+            await client.set(piece_key, b"12345678" + data)
+            assert (await reading).keys() == {0}

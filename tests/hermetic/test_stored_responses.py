@@ -232,7 +232,17 @@ def answers(*held: str, status: str = "404 Not Found") -> Any:
 
 
 async def test_credentials_and_query_go_along_and_nothing_else_is_asked() -> None:
-    async with Stub(answers("r1")) as a, Stub(answers()) as b, World({"a": a.url, "b": b.url}) as world:
+    b_is_asked = asyncio.Event()
+
+    async def first_answers_second(call: Call) -> None:
+        await b_is_asked.wait()
+        await answers("r1")(call)
+
+    async def second(call: Call) -> None:
+        b_is_asked.set()
+        await answers()(call)
+
+    async with Stub(first_answers_second) as a, Stub(second) as b, World({"a": a.url, "b": b.url}) as world:
         async with world.http.get(
             world.url + "/v1/responses/r1?include=x", headers={"Authorization": "Bearer k"}
         ) as response:
