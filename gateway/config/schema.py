@@ -566,6 +566,14 @@ class QueueConfig(_Section, frozen=True):
             extra=LIVE,
         ),
     ] = "asked"
+    evict_after_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="After so long a wait (or half its objective) a request may take the place of one of lower "
+            "priority than the usual that has no answer yet, which is answered 429; null: none is taken back.",
+            extra=LIVE,
+        ),
+    ] = None
 
 
 class AdminConfig(_Section, frozen=True):

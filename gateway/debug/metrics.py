@@ -33,6 +33,7 @@ REJECTED = (
     "predicted_late",
     "saturated",
     "draining",
+    "evicted",
     "no_identity",
     "bad_key",
     "key_limit",
@@ -40,7 +41,7 @@ REJECTED = (
     "unknown_path",
     "decision_timeout",
 )
-"""Reasons for which a request never reached a worker."""
+"""Reasons for which a request never reached a worker, or (`evicted`) was taken back from one."""
 RETRIED = ("connect", "disconnected", "timeout", "status_502", "status_503")
 CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained", "too_large", "aborted")
 """Why an answer was not relayed to its end."""
@@ -57,7 +58,10 @@ class Metrics:
             "warmroute_requests", "Requests answered, by worker and status.", ("worker", "status"), registry=registry
         )
         self._rejected = Counter(
-            "warmroute_requests_rejected", "Requests that never reached a worker.", ("reason",), registry=registry
+            "warmroute_requests_rejected",
+            "Requests that never reached a worker, or (evicted) were taken back from one.",
+            ("reason",),
+            registry=registry,
         )
         self._retries = Counter(
             "warmroute_retries", "Second attempts on another worker or connection.", ("reason",), registry=registry

@@ -13,7 +13,7 @@ import pytest
 from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
 from gateway.config import Config
-from gateway.config.schema import EppConfig, KubernetesConfig, PdConfig
+from gateway.config.schema import EppConfig, KubernetesConfig, PdConfig, QueueConfig
 from gateway.engine.health import State
 from gateway.epp.run import Epp
 from gateway.errors import UserError
@@ -209,6 +209,39 @@ async def test_plans_that_no_sidecar_answers_are_told(tmp_path: Path) -> None:
         _, ready = await fleet.page("/readyz?verbose")
         assert "outcomes_missing" in {each["what"] for each in ready["degraded"]}
         await until(fleet.is_idle)
+
+
+@pytest.mark.parametrize("envoy", ["standalone", "buffered", "override-host"])
+async def test_case_22_a_batch_request_makes_room_for_another_and_its_engine_stops(tmp_path: Path, envoy: str) -> None:
+    async with EppFleet(
+        tmp_path,
+        envoy=envoy,
+        epp={"objectives": ("batch=-1",)},
+        queue=QueueConfig(waiting_per_worker=1, evict_after_s=0.1),
+        a=engine().with_engine(timing=preset("h200-7b"), max_num_seqs=1),
+    ) as fleet:
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 4000}
+        batch = {"x-llm-d-inference-objective": "batch"}
+
+        def ask(headers: dict[str, str], **fields: Any) -> asyncio.Task[tuple[int, Any, Any]]:
+            return asyncio.create_task(fleet.ask("POST", "/v1/completions", json={**body, **fields}, headers=headers))
+
+        running = ask(batch)
+        await until(lambda: (stats := fleet.core.fleet.workers["a"].stats) and stats.running == 1)
+        waiting = ask(batch, stream=envoy != "buffered")
+        await until(lambda: (stats := fleet.core.fleet.workers["a"].stats) and stats.waiting == 1)
+        assert fleet.value("warmroute_queue_evictable") == 2
+        other = ask({}, max_tokens=2)
+        status, error, headers = await waiting
+        assert (status, error["error"]["code"]) == (429, "evicted")
+        assert headers["x-llm-d-request-dropped-reason"] == "evicted-priority"
+        assert headers["Content-Type"] == "application/json"
+        await until(lambda: fleet.core.queue.n_waiting == 0)
+        running.cancel()  # Or it would take minutes.
+        assert (await other)[0] == 200
+        await until(fleet.is_idle)
+        await until(lambda: "epp_evicted" in fleet.envoy.log, 20)
+        assert fleet.value("warmroute_requests_rejected_total", reason="evicted") == 1
 
 
 async def test_it_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

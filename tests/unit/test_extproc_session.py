@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.extproc.session import ProtocolError, Session
-from gateway.extproc.types import Pick
+from gateway.extproc.types import Pick, Recall, Refusal
 from gateway.extproc.wire import CHUNK_BYTES, OWNED
 from gateway.pb import ext_proc_pb2 as pb
 from tests.support.extproc import (
@@ -484,6 +484,98 @@ def test_responses_that_are_not_shown_are_unseen_at_once() -> None:
     assert kinds(talk.feed(response_head())) == ["response_headers"]  # It is answered if it comes all the same.
     talk.session.close()
     assert talk.watch.told == [("unseen",)]
+
+
+# ---- taken back ------------------------------------------------------------------------------------------------------
+
+STREAM = ("content-type", "text/event-stream")
+GONE = Refusal(status=429, body=b"gone", headers={}, details="gone")
+
+
+def recallable(modes: tuple[pb.BodySendMode, pb.BodySendMode] = FD) -> Talk:
+    talk = Talk()
+    talk.feed(request_head(modes=modes, ends=True))
+    talk.pick(recall=Recall())
+    return talk
+
+
+@pytest.mark.parametrize("modes", [FD, BUFFERED, STREAMED])
+def test_case_22_what_was_sent_on_can_be_taken_back_until_its_response_begins(
+    modes: tuple[pb.BodySendMode, pb.BodySendMode],
+) -> None:
+    talk = recallable(modes)
+    (answer,) = talk.session.take_back(GONE)
+    assert answer.immediate_response.status.code == 429
+    assert [option.header.key for option in answer.immediate_response.headers.set_headers] == ["content-type"]
+    assert talk.session.take_back(GONE) == []
+    talk.session.close()
+    assert talk.watch.told == [("recalled",)]
+    talk = recallable(modes)
+    talk.feed(response_head(JSON))
+    assert talk.session.take_back(GONE) == []
+    assert talk.watch.lasts == []
+
+
+def test_what_comes_of_it_all_the_same_is_ignored() -> None:
+    talk = recallable()
+    talk.session.take_back(GONE)
+    assert talk.feed(response_head(), response_body(b"{}", ends=True), response_trailers()) == []
+
+
+def test_the_head_of_a_stream_is_held_until_its_first_chunk() -> None:
+    talk = recallable()
+    assert talk.feed(response_head(STREAM)) == []
+    assert talk.watch.told == []
+    assert kinds(talk.feed(response_body(b"data: 1\n\n"))) == ["response_headers", "response_body"]
+    assert talk.watch.told == [("responded", 200, None), ("chunk", b"data: 1\n\n")]
+    assert talk.session.take_back(GONE) == []
+    assert kinds(talk.feed(response_body(b"", ends=True))) == ["response_body"]
+    assert talk.watch.lasts == ["ended"]
+
+
+def test_a_held_head_is_not_the_beginning() -> None:
+    talk = recallable()
+    talk.feed(response_head(STREAM))
+    assert kinds(talk.session.take_back(GONE)) == ["immediate_response"]
+    assert talk.watch.told == [("recalled",)]
+
+
+@pytest.mark.parametrize("last", ["body", "trailers"])
+def test_a_stream_of_nothing_ends_though_its_head_was_held(last: str) -> None:
+    talk = recallable()
+    talk.feed(response_head(STREAM))
+    end = response_body(b"", ends=True) if last == "body" else response_trailers()
+    assert kinds(talk.feed(end)) == ["response_headers", f"response_{last}"]
+    assert talk.watch.lasts == ["ended"]
+
+
+def test_a_client_that_leaves_a_held_head_has_got_nothing() -> None:
+    talk = recallable()
+    talk.feed(response_head(STREAM))
+    talk.session.close()
+    assert talk.watch.told == [("aborted",)]
+    assert talk.session.take_back(GONE) == []
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        response_head(JSON),
+        response_head(STREAM, status=503),
+        response_head(STREAM, ends=True),
+    ],
+)
+def test_other_heads_are_not_held(head: pb.ProcessingRequest) -> None:
+    assert kinds(recallable().feed(head)) == ["response_headers"]
+
+
+def test_what_is_not_to_be_taken_back_is_not_held() -> None:
+    assert kinds(picked(FD).feed(response_head(STREAM))) == ["response_headers"]
+
+
+@pytest.mark.parametrize("modes", [BUFFERED, STREAMED])
+def test_where_chunks_wait_for_the_heads_answer_it_is_not_held(modes: tuple[pb.BodySendMode, pb.BodySendMode]) -> None:
+    assert kinds(recallable(modes).feed(response_head(STREAM))) == ["response_headers"]
 
 
 def test_a_watch_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
