@@ -319,11 +319,14 @@ class EppConfig(_Section, frozen=True):
     ] = False
     objectives: Annotated[
         tuple[NonEmpty, ...],
-        Meta(description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first."),
+        Meta(
+            description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first.",
+            extra=LIVE,
+        ),
     ] = ()
     rewrites: Annotated[
         tuple[NonEmpty, ...],
-        Meta(description="Models asked for in place of others: MODEL=TARGET or MODEL=TARGET*WEIGHT."),
+        Meta(description="Models asked for in place of others: MODEL=TARGET or MODEL=TARGET*WEIGHT.", extra=LIVE),
     ] = ()
     conformance: Annotated[
         bool,

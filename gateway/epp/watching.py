@@ -202,7 +202,7 @@ class Watched:
         usage = self._usage = None if self._tail is None else self._tail.read()
         if usage is not None:
             if self._elsewhere:  # What was predicted there was predicted after the fact.
-                self._record.output_tokens, self._record.cached_tokens = usage.output_tokens, usage.cached_tokens
+                steps.note_tokens(self._parts, self._record, usage)
             else:
                 steps.note_usage(self._parts, self._record, flight, usage)
         flight.end(None if usage is None else usage.output_tokens)
