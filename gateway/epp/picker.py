@@ -22,7 +22,15 @@ from multidict import CIMultiDict
 from gateway import form
 from gateway.config.schema import EppConfig
 from gateway.epp import carrying
-from gateway.epp.control import CHOSEN_BY_TEST, REWRITE, SERVED_FOR_TEST, Control, not_for_workers, read_control
+from gateway.epp.control import (
+    CHOSEN_BY_TEST,
+    PICKED_FOR_TEST,
+    REWRITE,
+    SERVED_FOR_TEST,
+    Control,
+    not_for_workers,
+    read_control,
+)
 from gateway.epp.objectives import DEFAULT, Objectives
 from gateway.epp.parts import EppParts
 from gateway.epp.refusals import refusal
@@ -378,7 +386,7 @@ class _Picking:
         scores: dict[str, float] | None = None,
     ) -> Callable[..., Pick]:
         """The pick but for its watch, which exists only when nothing can go wrong any more."""
-        asked = self._ask.headers
+        asked, is_test = self._ask.headers, self._picker._settings.conformance
         if "x-request-id" not in asked:
             headers["x-request-id"] = self._record.request_id
         context = {} if self._trace is None or self._ask.context else self._trace.context()
@@ -397,7 +405,8 @@ class _Picking:
             body=None if body == self._ask.body else body,
             rename=rename,
             hide_headers=() if self._parts.response_headers else (OUTCOME_HEADER,),
-            served_header=SERVED_FOR_TEST if self._picker._settings.conformance else None,
+            add_headers={PICKED_FOR_TEST: ",".join(endpoints)} if is_test else {},
+            served_header=SERVED_FOR_TEST if is_test else None,
             scores=scores or {},
         )
 

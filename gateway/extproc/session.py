@@ -145,6 +145,7 @@ class Session:
         self._held: pb.ProcessingRequest | None = None
         self._rename: tuple[str, str] | None = None
         self._hide_headers: tuple[str, ...] = ()
+        self._add_headers: dict[str, str] = {}
         self._served_header: str | None = None
         self._renamer: Renamer | None = None
         self._tells_length = False
@@ -180,7 +181,8 @@ class Session:
             answers = self._send(verdict)
             self.ask, self._request = None, _Request.SENT
             self._told, self._rename, told = told, verdict.rename, None
-            self._hide_headers, self._served_header = verdict.hide_headers, verdict.served_header
+            self._hide_headers, self._add_headers = verdict.hide_headers, verdict.add_headers
+            self._served_header = verdict.served_header
             self._holds = verdict.recall is not None and self._response_bodies.streamed
         finally:
             if told is not None:
@@ -359,10 +361,12 @@ class Session:
         self._response = _Response.OVER if ends else _Response.BODY
         if self._told is None:
             return [answer]
-        served = wire.served_of(message)
-        self._told.responded(int(status), head.headers, served)
-        if self._hide_headers or (self._served_header is not None and served is not None):
-            wire.change_response(answer, self._hide_headers, self._served_header, served)
+        self._told.responded(int(status), head.headers, wire.served_of(message))
+        if self._served_header is not None:
+            added = {**self._add_headers, self._served_header: wire.served_or_why(message)}
+            wire.change_response(answer, self._hide_headers, added)
+        elif self._hide_headers or self._add_headers:
+            wire.change_response(answer, self._hide_headers, self._add_headers)
         if ends:
             self._told.ended()
         elif not self._response_bodies.ends_seen and not self._response_bodies.at_once:

@@ -83,7 +83,8 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: the first is the choice, the others are for proxies that retry. set_headers, remove_headers: beside the
     destination, which the protocol sets itself; those to be removed in lower case. body: in place of the client's;
     None: not a byte changes. rename: a model name of the response and what clients are told instead. hide_headers: of
-    the response, not for the client. served_header: that tells the client who has served it; None: none does. scores:
+    the response, not for the client. add_headers: to it. served_header: that tells who has served it, as GAIE's
+    conformance suite reads it; None: none does. scores:
     of endpoints, the larger the better, for the proxy's metadata. recall: to take it back by; None: it will not be.
     """
 
@@ -94,6 +95,7 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes | None = None
     rename: tuple[str, str] | None = None
     hide_headers: tuple[str, ...] = ()
+    add_headers: dict[str, str] = {}
     served_header: str | None = None
     scores: dict[str, float] = {}
     recall: Recall | None = None

@@ -1,5 +1,7 @@
 """One request over external processing: every way its body may come, every way it may end."""
 
+from typing import Any
+
 import pytest
 
 from gateway.extproc.session import ProtocolError, Session
@@ -673,12 +675,40 @@ def test_headers_of_a_response_can_be_hidden_and_name_who_served() -> None:
     assert headers_set(common) == {"x-served": POD}
 
 
-def test_who_served_is_named_only_where_the_proxy_tells() -> None:
+def _served(space: dict[str, Any] | None) -> str | None:
+    """What is told of a response with this metadata of envoy.lb, and the attribute that learning goes by."""
     talk = Talk()
     talk.feed(request_head(ends=True))
-    talk.session.decide(Pick(endpoints=(POD,), watch=talk.watch, served_header="x-served"))
-    (answer,) = talk.feed(response_head())
-    assert headers_set(answer.response_headers.response) == {}
+    pick = Pick(endpoints=(POD,), watch=talk.watch, served_header="x-served", add_headers={"x-picked": POD})
+    talk.session.decide(pick)
+    message = response_head(("x-custom", "1"))
+    message.attributes["envoy.filters.http.ext_proc"].fields["upstream.address"].string_value = POD
+    if space is not None:
+        message.metadata_context.filter_metadata["envoy.lb"].update(space)
+    (answer,) = talk.feed(message)
+    mutation = answer.response_headers.response.header_mutation
+    assert not mutation.remove_headers  # x-custom passes.
+    told = headers_set(answer.response_headers.response)
+    assert (told.pop("x-picked"), set(told)) == (POD, {"x-served"})
+    return told["x-served"]
+
+
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        (None, "fail: missing envoy lb metadata"),
+        ({}, "fail: missing destination endpoint served metadata"),
+        ({"other": 1}, "fail: missing destination endpoint served metadata"),
+        ({f"{DESTINATION}-served": 3}, "fail: missing destination endpoint served metadata"),
+        ({f"{DESTINATION}-served": "10.0.0.2:3000"}, "10.0.0.2:3000"),
+    ],
+)
+def test_case_35_who_served_is_what_the_metadata_says_or_what_is_missing(space: Any, told: str) -> None:
+    assert _served(space) == told
+
+
+def test_elsewhere_nobody_is_named() -> None:
+    assert headers_set(picked(FD).feed(response_head())[0].response_headers.response) == {}
 
 
 @pytest.mark.parametrize("scores", [{}, {POD: 0.5, "[fd00::1]:8000": 1.0}])
