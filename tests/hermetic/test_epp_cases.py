@@ -1,4 +1,4 @@
-"""The table of cases of llm-d's picker and GAIE's reference one, through a real Envoy to pods that say what they got."""
+"""The table of cases of llm-d's picker and GAIE's reference one, on a real Envoy, to pods that say what they got."""
 
 from __future__ import annotations
 
