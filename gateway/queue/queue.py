@@ -29,6 +29,8 @@ from scorer.saturation import Saturation
 from scorer.types import RequestFacts
 
 _LOOK_S = 0.02
+_EVICT_AGAIN_S = 0.1
+"""After a look that found nobody whose going helps, which costs more than others."""
 _MOST_LANES = 256
 _ASKS = "late"
 
@@ -61,6 +63,7 @@ class Queue:
         """Let go, and not booked yet."""
         self._looks = False
         self._let_go_so_far = 0
+        self._evicts_again_s = 0.0
         self._by_age: str | None = None
         """Who was let go last, if that was for having waited longest; others of higher priority wait."""
         self._timer: asyncio.TimerHandle | None = None
@@ -262,7 +265,7 @@ class Queue:
         left, since what an engine says lags behind.
         """
         after_s, first, evictables = self.settings.evict_after_s, lane.queue.first(), self.evictables
-        if after_s is None or first is None or not evictables or evictables.going:
+        if after_s is None or first is None or not evictables or evictables.going or now_s < self._evicts_again_s:
             return
         if now_s - first.since_s < min(after_s, (first.deadline_s - first.since_s) / 2):
             return
@@ -282,6 +285,8 @@ class Queue:
                 evictables.remove(evictable)
         if chosen:
             self._look_soon()
+        else:
+            self._evicts_again_s = now_s + _EVICT_AGAIN_S
 
     def _turn_away_old(self, now_s: float) -> None:
         before_s = now_s - self.settings.max_wait_s

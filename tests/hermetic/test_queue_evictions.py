@@ -13,6 +13,8 @@ from gateway.config.schema import PdConfig, QueueConfig
 from scorer.types import Role
 from tests.support.proxy_world import Call, Stub, World, until
 
+pytestmark = pytest.mark.usefixtures("http_plane")
+
 BOUND = 2
 SETTINGS = QueueConfig(waiting_per_worker=BOUND, evict_after_s=0.05)
 Answered = asyncio.Task[tuple[int, bytes, Any]]

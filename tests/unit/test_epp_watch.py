@@ -105,7 +105,7 @@ async def test_tokens_count_whoever_has_served_and_only_those_of_good_answers() 
             assert pool.value(f"warmroute_request_{what}_tokens_sum") == n_tokens
 
 
-@pytest.mark.parametrize("way", ["ended", "aborted", "unseen"])
+@pytest.mark.parametrize("way", ["ended", "aborted", "unseen", "recalled"])
 @pytest.mark.parametrize("status", [None, 200, 400, 500, 503])
 @pytest.mark.parametrize("remote", [False, True])
 async def test_every_way_out_gives_everything_back(way: str, status: int | None, remote: bool) -> None:
