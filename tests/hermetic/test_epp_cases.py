@@ -110,7 +110,7 @@ async def through(folder: Path, name: str = "standalone", change: Change | None 
 
 
 async def idle(pool: Pool) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not pool.is_idle():  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.005)
 
