@@ -12,7 +12,7 @@ import pytest
 from gateway.extproc.types import Refusal
 from tests.hermetic.test_envoy import NAMES, Worlds
 from tests.support.envoy import envoy_binary
-from tests.support.envoy_world import Answer, EnvoyWorld
+from tests.support.envoy_world import PATIENCE_S, Answer, EnvoyWorld
 
 pytestmark = [
     pytest.mark.hermetic,
@@ -58,7 +58,7 @@ def test_case_22_what_was_sent_on_is_answered_429_with_the_reason_and_the_pod_is
     world, case = worlds[name], request.node.name
     future = asked(world, client, case)
     assert take_back(world, case)
-    answer = future.result(20)
+    answer = future.result(PATIENCE_S)
     assert (answer.status, answer.body) == (429, TEXT)
     assert (answer.headers[REASON], answer.headers["retry-after"]) == ("evicted-priority", "7")
     assert world.told(case) == [("recalled",)]
@@ -75,7 +75,7 @@ def test_case_22_without_a_reason_no_header_says_one(
     world, case = worlds["standalone"], request.node.name
     future = asked(world, client, case)
     assert take_back(world, case, Refusal(status=429, body=TEXT, headers={}))
-    answer = future.result(20)
+    answer = future.result(PATIENCE_S)
     assert (answer.status, answer.body) == (429, TEXT)
     assert REASON not in answer.headers
 
@@ -89,7 +89,7 @@ def test_envoy_11_a_stream_of_which_only_the_head_is_there_can_be_taken_back(
     future = asked(world, client, case, "/?silent=stream")
     world.until(lambda: bool(held(world)))
     assert take_back(world, case)
-    assert (future.result(20).status, future.result(20).body) == (429, TEXT)
+    assert (future.result(PATIENCE_S).status, future.result(PATIENCE_S).body) == (429, TEXT)
     world.until(lambda: case in world.pods.hung_up)
     assert world.told(case) == [("recalled",)]
 
