@@ -319,11 +319,14 @@ class EppConfig(_Section, frozen=True):
     ] = False
     objectives: Annotated[
         tuple[NonEmpty, ...],
-        Meta(description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first."),
+        Meta(
+            description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first.",
+            extra=LIVE,
+        ),
     ] = ()
     rewrites: Annotated[
         tuple[NonEmpty, ...],
-        Meta(description="Models asked for in place of others: MODEL=TARGET or MODEL=TARGET*WEIGHT."),
+        Meta(description="Models asked for in place of others: MODEL=TARGET or MODEL=TARGET*WEIGHT.", extra=LIVE),
     ] = ()
     conformance: Annotated[
         bool,
@@ -566,6 +569,14 @@ class QueueConfig(_Section, frozen=True):
             extra=LIVE,
         ),
     ] = "asked"
+    evict_after_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="After so long a wait (or half its objective) a request may take the place of one of lower "
+            "priority than the usual that has no answer yet, which is answered 429; null: none is taken back.",
+            extra=LIVE,
+        ),
+    ] = None
 
 
 class AdminConfig(_Section, frozen=True):

@@ -26,6 +26,7 @@ from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
+from gateway.proxy.evictable import Sent
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import OUTCOME_HEADER, response_headers
 from gateway.proxy.incoming import Incoming, Reply
@@ -224,11 +225,19 @@ class Exchange:
         self._parts.metrics.overhead.observe(overhead_s)
         self.record.overhead_ms = round(overhead_s * 1000, 3)
         try:
-            answer = await dispatch.run()
+            answer = await self._answer(dispatch, facts)
         except RefusedByPrefill as exc:
             return self._refused(exc)
         await self._relay(answer, began_s)
         return None
+
+    async def _answer(self, dispatch: Dispatch, facts: RequestFacts) -> Answer:
+        queue = self._parts.queue
+        # Who asks for a prompt to be computed would only compute it there instead.
+        if queue is None or not self.route.queued or self.request.is_leg:
+            return await dispatch.run()
+        async with Sent(queue, facts, self.record, lambda: dispatch.flight):
+            return await dispatch.run()
 
     async def _facts(self, body: bytes, members: dict[str, Any] | None, tenant: str | None) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.

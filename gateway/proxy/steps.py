@@ -283,11 +283,10 @@ def response_head(parts: Parts, flight: Flight) -> ResponseHead:
 
 def note_usage(parts: Parts, record: Record, flight: Flight, usage: Usage) -> None:
     """What a whole good answer says of itself."""
-    record.output_tokens = usage.output_tokens
-    facts, cached = flight.facts, usage.cached_tokens
-    if cached is None or usage.prompt_tokens is None or not 0 <= cached <= usage.prompt_tokens:
+    note_tokens(parts, record, usage)
+    facts, cached = flight.facts, record.cached_tokens
+    if cached is None or usage.prompt_tokens is None:
         return
-    record.cached_tokens = cached
     worker, predicted = flight.worker, flight.plan.chosen.cached_tokens
     if flight.plan.remote:
         parts.hits.handed_over(worker, usage.prompt_tokens, cached)
@@ -299,6 +298,16 @@ def note_usage(parts: Parts, record: Record, flight: Flight, usage: Usage) -> No
         block_size = (known and known.block_size()) or _USUAL_BLOCK_TOKENS
         prompt = Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
         parts.prefixes.note(prompt, facts.lora, block_size, cached, time.monotonic())
+
+
+def note_tokens(parts: Parts, record: Record, usage: Usage) -> None:
+    """Counted and logged, whoever has answered."""
+    record.output_tokens = usage.output_tokens
+    cached, prompt_tokens = usage.cached_tokens, usage.prompt_tokens
+    if cached is not None and (prompt_tokens is None or cached > prompt_tokens):
+        cached = None
+    record.cached_tokens = cached
+    parts.metrics.tokens(prompt_tokens, cached, usage.output_tokens)
 
 
 def note_recorded(parts: Parts, flight: Flight, began_s: float, usage: Usage | None) -> None:
