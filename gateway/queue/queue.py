@@ -231,7 +231,8 @@ class Queue:
             if not workers or self.saturation.has_place(workers, now_s):
                 self._let_go(lane, now_s)
                 break
-            self._evict_for(lane, workers, now_s)
+            if self._evict_for(lane, workers, now_s):
+                break  # The place may be there at once, and is this lane's at the next look.
 
     def _in_turn(self) -> list[Lane]:
         """Lanes may have workers in common (adapters): by priority, but in each `AGEING`-th turn by age."""
@@ -260,15 +261,16 @@ class Queue:
                 )
                 entry.future.set_result(None)
 
-    def _evict_for(self, lane: Lane, workers: list[Worker], now_s: float) -> None:
+    def _evict_for(self, lane: Lane, workers: list[Worker], now_s: float) -> bool:
         """If the first of the lane has waited long enough, take its place from others; at most once until they have
-        left, since what an engine says lags behind.
+        left, since what an engine says lags behind. Whether one of them goes.
         """
         after_s, first, evictables = self.settings.evict_after_s, lane.queue.first(), self.evictables
         if after_s is None or first is None or not evictables or evictables.going or now_s < self._evicts_again_s:
-            return
+            return False
         if now_s - first.since_s < min(after_s, (first.deadline_s - first.since_s) / 2):
-            return
+            return False
+        goes = False
         chosen = evictables.chosen(
             first.priority,
             [worker.name for worker in workers],
@@ -280,6 +282,7 @@ class Queue:
                 lane.sheds[shed.EVICTED] += 1
                 self._metrics.rejected(shed.EVICTED)
                 evictables.told(evictable)
+                goes = True
             else:
                 evictable.record.cut = None
                 evictables.remove(evictable)
@@ -287,6 +290,7 @@ class Queue:
             self._look_soon()
         else:
             self._evicts_again_s = now_s + _EVICT_AGAIN_S
+        return goes
 
     def _turn_away_old(self, now_s: float) -> None:
         before_s = now_s - self.settings.max_wait_s

@@ -340,6 +340,23 @@ async def test_case_22_a_sheddable_request_gives_its_place_to_one_that_is_not() 
         assert second["queued_ms"] >= 20
 
 
+async def test_a_place_that_was_made_goes_to_whom_it_was_made_for() -> None:
+    """Not to another model of the same pods, looked at after it."""
+    async with evicting(P(adapters=("bar",))) as pool:
+        proxy = Proxy()
+        proxy.bind(await pool.picked(request(headers=BATCH)))
+        pool.say("p0", P(queue=1, running=1))
+        urgent = asyncio.create_task(pool.pick(request(headers={"x-llm-d-inference-objective": "urgent"})))
+        usual = asyncio.create_task(pool.pick(request(model="bar")))
+        await asyncio.wait({urgent, usual}, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        assert len(proxy.refused) == 1
+        assert (urgent.done(), usual.done()) == (True, False)
+        for task in (urgent, usual):
+            pick = await task
+            assert isinstance(pick, Pick)
+            answer(pick, b"{}")
+
+
 @pytest.mark.parametrize("way", ["responded", "unseen", "aborted"])
 async def test_what_has_begun_or_is_over_is_not_taken_back(way: str) -> None:
     async with evicting() as pool:
