@@ -104,6 +104,7 @@ class Service:
                 stored=core.stored,
                 rng=core.rng,
                 max_body_bytes=config.gateway.max_body_bytes,
+                min_body_bytes_per_s=config.gateway.min_body_bytes_per_s,
                 response_headers=config.gateway.response_headers,
                 handoffs=core.handoffs,
                 heard_since=core.heard_since,

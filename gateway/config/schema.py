@@ -102,6 +102,14 @@ class GatewayConfig(_Section, frozen=True):
     max_body_bytes: Annotated[
         int, Meta(ge=1, description="Largest request body accepted; a larger one is answered 413.")
     ] = 64 << 20
+    min_body_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="A request body that comes more slowly, on average and after 10 s, is given up (408); 0: "
+            "none is.",
+        ),
+    ] = 1024
     max_concurrency: Annotated[
         int,
         Meta(ge=1, description="Requests in flight at once; one more is answered 503 with Retry-After.", extra=LIVE),

@@ -43,7 +43,8 @@ _log = logging.getLogger(__name__)
 _LONGEST_REQUEST_ID = 256
 _ID_PREFIX = secrets.token_hex(10)
 _ids = count(1)
-_PREFLIGHT_BYTES = 1024
+_PREFLIGHT_S = 10.0
+"""Longest wait for an engine's answer to one."""
 _BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
 _SAFE_IN_OUTCOME = "!#$&'()*+,/:<>?@[]^_`{|}~-."
 
@@ -159,16 +160,10 @@ class Exchange:
             if visit is not None:  # Before its body is read, which takes time and memory.
                 tenant = self.record.tenant = visit.tenant
                 steps.entered(parts, visit)
-        # Preflights need no key, and bring nothing.
-        limit = _PREFLIGHT_BYTES if is_preflight and parts.door is not None else parts.max_body_bytes
         trace = self._trace
         if trace is not None:
             trace.stage("read_body")
-        try:
-            body = await self.request.body(limit)
-        except ApiError as exc:
-            self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
-            raise
+        body = b"" if is_preflight else await self._body()
         if trace is not None:
             trace.stage("tokenise")
         began_s = time.monotonic()
@@ -180,8 +175,9 @@ class Exchange:
             anonymous=is_preflight,  # Browsers send preflights without the request's headers.
             authenticated=tenant,
         )
-        self._server.admit()
-        self._admitted = True
+        if not is_preflight:  # Those need no key, and have places of their own.
+            self._server.admit()
+            self._admitted = True
         is_placed = self._holder is None and not is_preflight and bool(body)
         members = members_of(body) if is_placed else None
         dispatch = self._dispatch = Dispatch(
@@ -201,7 +197,7 @@ class Exchange:
             await self._relay(await dispatch.at(await self._holder(self.headers, tenant)), self.began_s)
             return None
         if not is_placed:
-            await self._relay(await dispatch.anywhere(), self.began_s)
+            await self._relay(await (_in_time(dispatch) if is_preflight else dispatch.anywhere()), self.began_s)
             return None
         hints = self._parts.hints(self.request)
         facts = steps.hinted(await self._facts(body, members, tenant), hints)
@@ -229,6 +225,14 @@ class Exchange:
             return self._refused(exc)
         await self._relay(answer, began_s)
         return None
+
+    async def _body(self) -> bytes:
+        parts = self._parts
+        try:
+            return await self.request.body(parts.max_body_bytes, parts.min_body_bytes_per_s)
+        except ApiError as exc:
+            parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
+            raise
 
     async def _facts(self, body: bytes, members: dict[str, Any] | None, tenant: str | None) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
@@ -320,7 +324,7 @@ class Exchange:
         deadline_s = asyncio.get_running_loop().time() + max(
             0.0, self.began_s + self._parts.upstreams.request_timeout_s - time.monotonic()
         )
-        await answer.relay(self.request, headers, flight, tail, close=self._server.draining, deadline_s=deadline_s)
+        await answer.relay(self.request, headers, flight, tail, close=self._closes, deadline_s=deadline_s)
 
     def _own_answer(self, error: ApiError) -> Reply:
         self.record.status, self.record.error = error.status, error.code
@@ -330,8 +334,13 @@ class Exchange:
         if self.record.trace_id is not None:
             reply.headers[TRACE_ID_HEADER] = self.record.trace_id
         self._name_choice(reply.headers)
-        reply.close = self._server.draining or error.status in _BODY_REASONS
+        reply.close = self._closes or error.status in _BODY_REASONS
         return reply
+
+    @property
+    def _closes(self) -> bool:
+        """Whether the connection ends with the answer: what was not read of a request is not waited for."""
+        return self._server.draining or not self.request.is_read
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 
@@ -377,3 +386,13 @@ class Exchange:
     def _was_answered(self) -> bool:
         """Whether a prompt was, or began to be."""
         return self._relaying and self.record.status < 400 and self.route.tokens is not None
+
+
+async def _in_time(dispatch: Dispatch) -> Answer:
+    """An engine's answer to a preflight. Raises ApiError."""
+    try:
+        async with asyncio.timeout(_PREFLIGHT_S):
+            return await dispatch.anywhere()
+    except TimeoutError:
+        text = f"No worker answered within {_PREFLIGHT_S:g} s."
+        raise ApiError(504, text, type_=errors.UPSTREAM, code="upstream_timeout") from None

@@ -68,6 +68,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     stored: StoredResponses
     rng: random.Random
     max_body_bytes: int
+    min_body_bytes_per_s: int = 0
     response_headers: bool
     handoffs: Shared
     heard_since: Callable[[str, float], bool]

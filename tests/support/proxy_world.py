@@ -173,6 +173,7 @@ class World:
         ranks: int = 1,
         max_body_bytes: int = 1 << 20,
         max_concurrency: int = 64,
+        min_body_bytes_per_s: int = 1024,
         pool_idle_s: float = 4.0,
         request_timeout_s: float = 30.0,
         response_headers: bool = True,
@@ -213,11 +214,11 @@ class World:
         self._roles = roles or {}
         self._model = model
         self._ranks = ranks
-        self._limits = (max_body_bytes, max_concurrency, response_headers)
+        self._limits = (max_body_bytes, min_body_bytes_per_s, max_concurrency, response_headers)
         self.access = AccessLog("json", self.log)
 
     async def __aenter__(self) -> World:
-        body_bytes, concurrency, response_headers = self._limits
+        body_bytes, bytes_per_s, concurrency, response_headers = self._limits
         self.upstreams = UpstreamPool(self._settings)
         up = Available(self.fleet.workers, lambda name: name not in self.down and self.health.available(name))
         self.handoffs = assemble(
@@ -253,6 +254,7 @@ class World:
             stored=self.stored,
             rng=random.Random(1),
             max_body_bytes=body_bytes,
+            min_body_bytes_per_s=bytes_per_s,
             response_headers=response_headers,
             handoffs=self.handoffs,
             heard_since=lambda name, since_s: name not in self.frozen,
