@@ -28,6 +28,7 @@ from gateway.logs import PATH as LOG_LEVEL
 from gateway.logs import Level, logs_requests, set_up_logging
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
+from gateway.proxy.background import Background
 from gateway.proxy.parts import Parts
 from gateway.proxy.realtime import Realtime
 from gateway.proxy.reset import IndexReset
@@ -88,6 +89,11 @@ class Service:
             config.tracing, name, core.metrics.registry, scheme=scheme if self.hears_clients else None
         )
         core.others_degraded.append(self._traces_lost)
+        self._background: Background | None = None
+        if core.keys is not None:
+            self._background = Background(
+                core.upstreams, core.metrics.registry, longest_s=config.gateway.request_timeout_s
+            )
         self.plane = DataPlane(
             Parts(
                 planner=core.planner,
@@ -116,6 +122,7 @@ class Service:
                 queue=core.queue,
                 tenancy=core.tenancy,
                 door=None if core.keys is None else core.keys.door,
+                background=self._background,
                 tracing=self.tracing,
             ),
             max_concurrency=config.gateway.max_concurrency,
@@ -210,6 +217,8 @@ class Service:
         for server in (*self.listeners, self._admin):
             await server.close()
         await self.realtime.close()
+        if self._background is not None:
+            await self._background.close()
         await self.core.close()
         await self.access.close()
         if self.tracing is not None:

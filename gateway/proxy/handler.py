@@ -24,6 +24,7 @@ from gateway.engine.health import End
 from gateway.handoff.prefill_leg import RefusedByPrefill
 from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
+from gateway.proxy.background import Running
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
 from gateway.proxy.flight import Flight
@@ -35,6 +36,7 @@ from gateway.proxy.routes import Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.proxy.usage import Usage, UsageTail
 from gateway.request import members_of
+from gateway.stored import ResponseHead
 from gateway.tracing.types import TRACE_ID_HEADER
 from scorer.types import PdReason, RequestFacts
 
@@ -63,6 +65,8 @@ class Exchange:
         "_parts",
         "_plan_id",
         "_relaying",
+        "_running",
+        "_runs_on",
         "_server",
         "_trace",
         "_usage",
@@ -115,6 +119,10 @@ class Exchange:
         self._wait_s: float | None = None
         self._admitted = False
         self._relaying = False
+        self._running: Running | None = None
+        """The response, where there are keys."""
+        self._runs_on = False
+        """It may outlast its answer."""
 
     @property
     def _flight(self) -> Flight | None:
@@ -159,7 +167,8 @@ class Exchange:
             visit = self._visit = steps.at_door(parts, self.headers, anonymous=is_preflight)
             if visit is not None:  # Before its body is read, which takes time and memory.
                 tenant = self.record.tenant = visit.tenant
-                steps.entered(parts, visit)
+                # A stored response must be to be had while others take all places, itself one of them perhaps.
+                steps.entered(parts, visit, works=self._holder is None)
         trace = self._trace
         if trace is not None:
             trace.stage("read_body")
@@ -205,6 +214,7 @@ class Exchange:
             facts = msgspec.structs.replace(facts, tenant=tenant)
         if self._visit is not None:
             facts = steps.within_key(parts, self._visit, facts, self.headers, body, self.route)
+            self._runs_on = self.route.tokens == "responses" and steps.may_run_on(members)
         if facts.keep_local is None and self.request.is_leg:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
         queue = self._parts.queue
@@ -273,9 +283,7 @@ class Exchange:
             if flight.plan.session is not None:
                 headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
-        raw = b"" if self._dispatch is None else self._dispatch.raw
-        keeps = steps.keeps_response(self.route.tokens, raw)
-        tail = UsageTail(steps.response_head(self._parts, flight) if keeps else None)
+        tail = UsageTail(self._response_head(flight))
         if good:
             flight.first_byte()
             if answer.is_stream:
@@ -295,6 +303,21 @@ class Exchange:
         else:
             flight.refused(answer.status)
         self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")
+
+    def _response_head(self, flight: Flight) -> ResponseHead | None:
+        """None: the worker keeps no response."""
+        raw = b"" if self._dispatch is None else self._dispatch.raw
+        keeps = steps.keeps_response(self.route.tokens, raw)
+        background = self._parts.background
+        if self._visit is None or background is None or self.route.tokens != "responses":
+            return steps.response_head(self._parts, flight) if keeps else None
+        remember = steps.response_noted(self._parts, flight)
+
+        def found(response_id: str) -> None:
+            self._running = background.begun(response_id)
+            remember(response_id)
+
+        return ResponseHead(found)
 
     def _say_limits(self, headers: MutableMapping[str, str]) -> None:
         """Those of its key, and what is left of them. An answer that is no good one costs no tokens."""
@@ -373,14 +396,20 @@ class Exchange:
 
     def _settle(self, visit: Visit) -> None:
         """Count against its key what it took: what its answer says, else what went by, else what was reserved. Of one
-        that no worker has answered well, nothing.
+        that no worker has answered well, nothing. One that goes on in the background is at work until it is over.
         """
         flight, usage, record = self._flight, self._usage, self.record
+        running, background = self._running, self._parts.background
         if flight is not None and (record.status < 400 if self._relaying else record.cut == "client_left"):
             if usage is not None:
                 visit.used(usage.prompt_tokens, usage.output_tokens or 0)
+            elif self._runs_on and running is not None and background is not None:
+                background.follow(running, visit, flight.worker, self.headers)
+                return
             else:
                 visit.used(None, flight.streamed_tokens if flight.facts.streaming else None)
+        if running is not None and background is not None:
+            background.over(running)
         visit.leave()
 
     def _was_answered(self) -> bool:

@@ -22,6 +22,7 @@ from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.assembly import assemble
 from gateway.proxy.access import AccessLog
+from gateway.proxy.background import Background
 from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.parts import Parts
@@ -237,6 +238,10 @@ class World:
         )
         keys, engine_key = self._keys
         self.door = Door(keys, self.metrics.registry, engine_key=engine_key) if keys else None
+        self.background: Background | None = None
+        if self.door is not None:
+            longest_s = self._settings.request_timeout_s
+            self.background = Background(self.upstreams, self.metrics.registry, longest_s=longest_s)
         self.queue = Queue(
             self._queue, self.planner, up, self.metrics, random.Random(1), by_tenant=self.tenancy.by_tenant
         )
@@ -262,6 +267,7 @@ class World:
             queue=self.queue,
             tenancy=self.tenancy,
             door=self.door,
+            background=self.background,
             tracing=self._tracing,
         )
         for name, url in self._workers.items():
@@ -281,6 +287,8 @@ class World:
         await self.http.close()
         await self.server.close()
         await self.realtime.close()
+        if self.background is not None:
+            await self.background.close()
         await self.handoffs.releases.close()
         await self.upstreams.close()
         await self.access.close()
