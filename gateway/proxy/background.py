@@ -153,13 +153,13 @@ class Background:
         while True:
             if await _touched(running, min(wait_s, end_s - loop.time())):
                 wait_s = _FIRST_S
+            body = await self._ask(running.response_id, worker, headers) if running.is_alone else None
             if running.is_alone:
-                body = await self._ask(running.response_id, worker, headers)
                 if body is not None:
                     heard_s = loop.time()
                 if body == b"" or loop.time() - heard_s >= _LOST_AFTER_S:
                     return "lost"
-                if body is not None and running.is_alone and _is_over(body):
+                if body is not None and _is_over(body):
                     _count(visit, body)
                     return "finished"
             if loop.time() >= end_s:
