@@ -263,8 +263,8 @@ class Service:
             await asyncio.sleep(_UPKEEP_S)
             try:
                 for each in (self.certificate, self._admin_certificate, self.core.trust_of_workers):
-                    if each is not None:
-                        await asyncio.to_thread(each.refresh)
+                    if each is not None and await asyncio.to_thread(each.look):
+                        each.take()
                 if self._reloading is not None:
                     await self._reloading.look()
                 if self.core.keys is not None:
