@@ -354,6 +354,13 @@ class IndexerConfig(_Section, frozen=True):
         NonEmpty | None,
         Meta(description="PEM file with the CAs of clients; with it only those with a certificate are served."),
     ] = None
+    token_env: Annotated[
+        NonEmpty,
+        Meta(description="Name of the environment variable with the token that clients must show; not on the socket."),
+    ] = "WARMROUTE_INDEXER_TOKEN"  # noqa: S105 - its name
+    token_file: Annotated[
+        NonEmpty | None, Meta(description="File with that token, instead of the environment; null: none.")
+    ] = None
     metrics_port: Annotated[
         Port, Meta(description="Port of /metrics, /readyz, /livez and /health; 0 takes a free one.")
     ] = 9011
@@ -483,6 +490,12 @@ class IndexServiceConfig(_Section, frozen=True):
     key: Annotated[NonEmpty | None, Meta(description="PEM file with the key of index.service.cert.")] = None
     server_name: Annotated[
         NonEmpty | None, Meta(description="Name that indexers' certificates are checked by; null: the host.")
+    ] = None
+    token_env: Annotated[
+        NonEmpty, Meta(description="Name of the environment variable with the token that indexers demand.")
+    ] = "WARMROUTE_INDEXER_TOKEN"  # noqa: S105 - its name
+    token_file: Annotated[
+        NonEmpty | None, Meta(description="File with that token, instead of the environment; null: none.")
     ] = None
 
 
