@@ -506,3 +506,13 @@ async def test_an_indexer_that_tells_without_end_is_given_up(most: str, monkeypa
         gateway = await fleet.gateway(address(indexer))
         await until(lambda: gateway.core.ingest.counters().get("copy_unreadable"))
         assert "more than there can be" in gateway.core.link.problem
+
+
+async def test_of_too_many_calls_the_last_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(server, "MOST_MATCHES", 0)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: gateway.core.link.is_live)
+        assert await refused(address(indexer), "Match", REQUESTS["Match"]) is grpc.StatusCode.RESOURCE_EXHAUSTED
