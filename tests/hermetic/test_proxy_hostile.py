@@ -270,12 +270,12 @@ async def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_body_may_pause_that_came_fast_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "_GRACE_S", 0.0)
+    monkeypatch.setattr(body_module, "_GRACE_S", 1.0)
     raw = json.dumps({**BODY, "prompt": "x" * 50_000}).encode()
     async with Stub(ok) as stub, World({"a": stub.url}, min_body_bytes_per_s=5_000) as world:
         reader, writer = await world.connect()
         writer.write(raw_request(raw[:-1], f"Content-Length: {len(raw)}", length=False))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.5)  # What is tried is that nothing ends it.
         writer.write(raw[-1:])
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
         writer.close()
