@@ -222,10 +222,10 @@ class FakeVllm:
                 return
 
     def _tried(self, endpoint: str) -> str:
-        """Several ranks want ports in a row: below those that the system gives to whoever asks for none, or connects."""
+        """Several ranks want ports in a row: below those that the system gives to whoever connects."""
         if not endpoint.endswith(":0") or self.config.data_parallel_size == 1:
             return endpoint
-        return f"{endpoint[:-1]}{random.randrange(*_IN_A_ROW)}"  # noqa: S311
+        return f"{endpoint[:-1]}{random.randrange(*_IN_A_ROW)}"
 
     async def _open_ranks(self, events: str, replay: str | None) -> None:
         config = self.config
