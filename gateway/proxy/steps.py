@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -61,10 +61,10 @@ def at_door(parts: Parts, headers: CIMultiDict[str], *, anonymous: bool = False)
         raise
 
 
-def entered(parts: Parts, visit: Visit) -> None:
-    """Raises ApiError (429)."""
+def entered(parts: Parts, visit: Visit, *, works: bool = True) -> None:
+    """`works`: an engine has work to do for it. Raises ApiError (429)."""
     try:
-        visit.enter()
+        visit.enter(works=works)
     except ApiError:
         parts.metrics.rejected("key_limit")
         raise
@@ -274,11 +274,23 @@ def keeps_response(kind: str | None, body: bytes) -> bool:
     return kind == "responses" and is_stored(body)
 
 
+def may_run_on(members: Mapping[str, Any] | None) -> bool:
+    """Whether a response may be computed on after its request was answered. `members` None: of a body that was not
+    looked into.
+    """
+    return members is None or members.get("background") not in (None, False)
+
+
 def response_head(parts: Parts, flight: Flight) -> ResponseHead:
     """Reads the id of a response that the worker keeps."""
+    return ResponseHead(response_noted(parts, flight))
+
+
+def response_noted(parts: Parts, flight: Flight) -> Callable[[str], None]:
+    """To be told the id of a response that the worker keeps."""
     place, stored = Place(*flight.holder), parts.stored
     owner = flight.facts.tenant if parts.tenancy.by_tenant else None
-    return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic(), owner))
+    return lambda response_id: stored.remember(response_id, place, time.monotonic(), owner)
 
 
 def note_usage(parts: Parts, record: Record, flight: Flight, usage: Usage) -> None:
