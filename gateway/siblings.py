@@ -1,0 +1,19 @@
+"""What a process shares with the others of its gateway (gateway/processes)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gateway.auth.door import MakeAccount
+from gateway.proxy.places import Places
+
+
+class Siblings(msgspec.Struct, frozen=True, kw_only=True):
+    """`hub` makes clients of what is told there, given their longest wait in seconds; None: nothing is told there."""
+
+    hub: Callable[[float], Any] | None
+    account: MakeAccount
+    places: Places
