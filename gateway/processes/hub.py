@@ -29,6 +29,8 @@ def board_of(given: Config, it: Assignment) -> BoardServer | None:
 class HubProcess(Indexer):
     """`config` as `derived.of_hub` has it, `given` as it was given."""
 
+    changes_workers = True
+
     def __init__(self, config: Config, given: Config, it: Assignment) -> None:
         """Raises UserError."""
         self._it = it

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -154,3 +156,106 @@ async def eventually(check: Callable[[], Any]) -> None:
             except (aiohttp.ClientError, KeyError, StopIteration, ValueError):
                 pass
             await asyncio.sleep(0.05)
+
+
+class Load(Stacked):
+    """Clients that ask one request after the other, each on a connection of its own. `statuses` of what was answered,
+    `broken` counts what was not.
+    """
+
+    def __init__(self, them: Processes, n_clients: int) -> None:
+        self._them = them
+        self._n_clients = n_clients
+        self.statuses: Counter[int] = Counter()
+        self.broken = 0
+        self._asked = 0
+
+    async def _start(self) -> None:
+        for i in range(self._n_clients):
+            http = await self._stack.enter_async_context(aiohttp.ClientSession())
+            task = asyncio.create_task(self._ask(http, i))
+            self._stack.push_async_callback(asyncio.gather, task, return_exceptions=True)
+            self._stack.callback(task.cancel)
+
+    async def more(self, n: int) -> None:
+        """Until so many more were answered."""
+        wanted = self.statuses.total() + n
+
+        async def are() -> bool:
+            return self.statuses.total() >= wanted
+
+        await eventually(are)
+
+    async def _ask(self, http: aiohttp.ClientSession, client: int) -> None:
+        while True:
+            self._asked += 1
+            try:
+                status, _ = await self._them.complete(http, [client, self._asked % 200, *range(40)])
+                self.statuses[status] += 1
+            except aiohttp.ClientError:
+                self.broken += 1
+            await asyncio.sleep(0.02)  # The machine has others to serve.
+
+
+class RawClient:
+    """A connection that is kept, and shows when it is not."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def of(cls, them: Processes) -> RawClient:
+        return cls(*await asyncio.open_connection("127.0.0.1", them.command.port))
+
+    async def complete(self, prompt: list[int]) -> int:
+        """Its status. Raises where the connection has ended."""
+        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 2}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        self._writer.write(head.encode() + b"\r\n\r\n" + body)
+        async with asyncio.timeout(DEADLINE_S):
+            told = (await self._reader.readuntil(b"\r\n\r\n")).decode()
+            length = re.search(r"(?i)content-length: (\d+)", told)
+            assert length is not None, told
+            await self._reader.readexactly(int(length[1]))
+        return int(told.split()[1])
+
+    async def close(self) -> None:
+        self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
+
+
+class Held(Stacked):
+    """Requests that engines take and do not answer, each on a connection of its own."""
+
+    def __init__(self, them: Processes) -> None:
+        self._them = them
+        self._tasks: list[asyncio.Task[tuple[int, str]]] = []
+
+    async def _start(self) -> None:
+        for server in self._them.engines.values():
+            server.faults.paths = ("/v1/completions",)
+            server.faults.headers_delay_s = 600.0
+
+    async def begin(self, prompt: list[int]) -> None:
+        http = await self._stack.enter_async_context(aiohttp.ClientSession())
+        task = asyncio.create_task(self._them.complete(http, prompt))
+        self._tasks.append(task)
+        self._stack.push_async_callback(asyncio.gather, task, return_exceptions=True)
+        self._stack.callback(task.cancel)
+
+    async def busy(self) -> dict[str, float]:
+        """How many each worker has, of those that have any, by what all processes have booked."""
+        metrics = await self._them.metrics()
+        found = re.compile(r'warmroute_worker_booked_prefills\{worker="(.*)"\}')
+        return {it[1]: value for name, value in metrics.items() if (it := found.fullmatch(name)) and value}
+
+    async def are_some_cut(self) -> bool:
+        return self.n_left < len(self._tasks)
+
+    @property
+    def n_left(self) -> int:
+        return sum(not task.done() for task in self._tasks)
