@@ -20,7 +20,7 @@ from gateway.logs import PATH as LOG_LEVEL
 from gateway.processes import families
 from gateway.processes.asking import Asking
 from gateway.processes.changes import Change, Changes, is_for_all
-from gateway.processes.crew import Crew
+from gateway.processes.crew import Crew, Place
 from gateway.processes.internal import NOTICE, Notice
 from gateway.processes.merge import labelled
 from gateway.processes.process import Process
@@ -35,6 +35,7 @@ from gateway.record.recorder import PATH as RECORD
 _log = logging.getLogger(__name__)
 RESTART = "/admin/restart"
 PROCESSES = "/debug/processes"
+LOST = "process_lost"
 _WHICH = "process"
 _LONGEST_BODY_BYTES = 64 << 20
 _READYZ_S = 5.0
@@ -69,7 +70,8 @@ class Front:
 
     async def metrics(self, request: web.BaseRequest) -> web.Response:
         await self.poll()
-        text = await asyncio.to_thread(generate_latest, _Registry([*self._crew.totals.told(), *self._own()]))
+        told = [self._with_lost(each) for each in self._crew.totals.told()]
+        text = await asyncio.to_thread(generate_latest, _Registry([*told, *self._own()]))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Server": SERVER_NAME})
 
     async def poll(self) -> None:
@@ -80,6 +82,18 @@ class Front:
             for process, them in zip(processes, found, strict=True):
                 if them is not None and not process.gone.is_set():
                     self._crew.totals.heard(process.life, them)
+
+    def _lost(self) -> list[Place]:
+        """Places whose process does not do its work."""
+        return [each for each in self._crew.places if each.process is None or each.process.state != "serving"]
+
+    def _with_lost(self, family: families.Family) -> families.Family:
+        """The one degradation that no process can tell."""
+        if family.name != "warmroute_degraded" or not self._lost():
+            return family
+        about = (("what", LOST),)
+        samples = [each for each in family.samples if each.labels != about]
+        return msgspec.structs.replace(family, samples=[*samples, families.Sample(family.name, about, 1.0)])
 
     def _own(self) -> list[families.Family]:
         states = dict.fromkeys(_STATES, 0.0)
@@ -135,12 +149,10 @@ class Front:
                 about = msgspec.json.encode([each.get("what"), each.get("worker"), each.get("model")])
                 found.setdefault(about, (each, []))[1].append(label)
         out = [each if len(labels) == len(bodies) else {**each, "processes": labels} for each, labels in found.values()]
-        for place in self._crew.places:
-            process = place.process
-            if process is None or process.state != "serving":
-                how = "is not there" if process is None or process.gone.is_set() else "is starting"
-                detail = f"{place.name} {how}; it is started by itself, and the log says why it ended"
-                out.insert(0, {"what": "process_lost", "detail": detail})
+        for place in self._lost():
+            how = "is not there" if place.process is None or place.process.gone.is_set() else "is starting"
+            detail = f"{place.name} {how}; it is started by itself, and the log says why it ended"
+            out.insert(0, {"what": LOST, "detail": detail})
         return out
 
     async def _restart_page(self, request: web.BaseRequest) -> web.Response:
