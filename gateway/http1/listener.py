@@ -84,6 +84,11 @@ class Listener:
         for connection in list(self.connections):
             self._give_one(connection)
 
+    @property
+    def keeps_some(self) -> bool:
+        """Whether there are connections that cannot be given away: aiohttp's."""
+        return bool(self._pages.connections)
+
     def _give_one(self, connection: Connection) -> None:
         if self._give is not None and (sock := connection.detach()) is not None:
             self._give(sock)

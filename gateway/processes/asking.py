@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -20,7 +20,10 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S = 5.0
 _LONGEST_S = 150.0
 """Beyond what engine controls may take."""
-_OF_ONE_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "host", "upgrade", "te"))
+# Who asks is checked where it comes in, the site of a browser's page too.
+_OF_ONE_HOP = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "content-length", "host", "upgrade", "te", "origin")
+)
 _ORIGIN = "http://process"
 PROCESS = "x-warmroute-process"
 """Whose answer it is."""
@@ -107,10 +110,10 @@ class Asking:
         except (ApiError, msgspec.MsgspecError):
             return None
 
-    async def forget(self, process: Process) -> None:
-        session = self._sessions.pop(process.life, None)
-        if session is not None:
-            await session.close()
+    async def forget_all_but(self, processes: Iterable[Process]) -> None:
+        there = {each.life for each in processes}
+        for life in [life for life in self._sessions if life not in there]:
+            await self._sessions.pop(life).close()
 
     async def close(self) -> None:
         for session in self._sessions.values():

@@ -209,8 +209,10 @@ class Crew:
         assert process is not None  # noqa: S101 - it was spawned
         if place.kind == "hub":
             _lead_to(process.assignment)
-        with suppress(Exception):
+        try:
             await self._greet(process)
+        except Exception as exc:
+            _log.warning("%s was not told what has been changed: %s", place.name, exc)
         process.say(words.ACCEPT)
 
     async def _keep(self, place: Place) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
+import time
 from functools import partial
 
 import aiohttp
@@ -33,6 +34,10 @@ from gateway.siblings import Siblings
 _LAST_REQUESTS_S = 2.0
 """Connections that cannot be given away may bring one more request, whose answer says that they close."""
 _LOOK_S = 0.05
+_NOBODY_S = 5.0
+"""Where no worker is known by then, there is none."""
+_LONGEST_S = 30.0
+"""What is not known by then is not to be had: it serves all the same."""
 _FRONT_TIMEOUT_S = 10.0
 _LONGEST_NOTICE_BYTES = 1 << 20
 
@@ -44,6 +49,7 @@ class DataPlaneProcess(Gateway):
         """Raises UserError."""
         self._it = it
         self._seat = table.seat(it.seat)
+        self._began_s = time.monotonic()
         if it.number:
             os.environ.pop("STATE_DIRECTORY", None)  # What was learned is written by one process.
         board = it.shared(BOARD_SOCKET)
@@ -99,9 +105,11 @@ class DataPlaneProcess(Gateway):
             await asyncio.sleep(_LOOK_S)
 
     def _is_settled(self) -> bool:
-        core = self.core
+        core, age_s = self.core, time.monotonic() - self._began_s
         link, workers = core.link, core.fleet.workers
-        if not workers or (link is not None and not link.is_live):
+        if age_s > _LONGEST_S:
+            return True
+        if (not workers and age_s < _NOBODY_S) or (link is not None and not link.is_live):
             return False
         if core.replicas is not None and not core.replicas.is_shared:
             return False
@@ -113,7 +121,7 @@ class DataPlaneProcess(Gateway):
             self._taking.close()
             self._entrance.give_away(self._giving.give)
         left = await self.drain(timeout_s)
-        if self._taking is None:
+        if self._taking is None or self._entrance.keeps_some:
             await asyncio.sleep(min(timeout_s, _LAST_REQUESTS_S))
             left = await self.plane.drain(timeout_s)
         while not self._giving.is_done:  # noqa: ASYNC110 - nothing signals it

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ LOST = "process_lost"
 _WHICH = "process"
 _LONGEST_BODY_BYTES = 64 << 20
 _READYZ_S = 5.0
+SILENT_S = 30.0
+"""A process that says nothing for so long is stuck, or was stopped."""
 _STATES = ("starting", "serving", "draining")
 _GET = ("GET", "HEAD")
 
@@ -54,6 +57,7 @@ class Front:
         self._changes = Changes()
         self._one_by_one = asyncio.Lock()
         self._polling = asyncio.Lock()
+        self._heard_s: dict[str, float] = {}
 
     def pages(self) -> dict[str, Page]:
         return {
@@ -79,9 +83,18 @@ class Front:
         async with self._polling:
             processes = self._crew.alive
             found = await asyncio.gather(*(self._asking.metrics(each) for each in processes))
+            now_s = time.monotonic()
             for process, them in zip(processes, found, strict=True):
-                if them is not None and not process.gone.is_set():
+                if process.gone.is_set():
+                    continue
+                if them is not None:
                     self._crew.totals.heard(process.life, them)
+                    self._heard_s[process.life] = now_s
+                elif now_s - self._heard_s.get(process.life, now_s) > SILENT_S:
+                    _log.error("%s has said nothing for %d s and is killed", process.assignment.name, SILENT_S)
+                    process.kill()
+            self._heard_s = {each.life: self._heard_s[each.life] for each in processes if each.life in self._heard_s}
+            await self._asking.forget_all_but(processes)
 
     def _lost(self) -> list[Place]:
         """Places whose process does not do its work."""

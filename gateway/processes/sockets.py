@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gateway.errors import UserError
 
@@ -21,22 +23,37 @@ def listening(host: str, port: int) -> list[socket.socket]:
     """On every address of `host`; port 0 takes a free one. Raises OSError."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
-    try:
-        for family, address in dict.fromkeys((each[0], each[4]) for each in found):
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address[0], port, *address[2:]))
-            port = sock.getsockname()[1]
-            sock.setblocking(False)
-            sock.listen(_BACKLOG)
-    except OSError:
-        for sock in sockets:
-            sock.close()
-        raise
+    problem = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    for family, address in dict.fromkeys((each[0], each[4]) for each in found):
+        try:
+            sock = _listening(family, (address[0], port, *address[2:]))
+        except OSError as exc:
+            problem = exc
+            if exc.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                continue  # A name has addresses of kinds that this machine may not have.
+            for each in sockets:
+                each.close()
+            raise
+        sockets.append(sock)
+        port = sock.getsockname()[1]
+    if not sockets:
+        raise problem
     return sockets
+
+
+def _listening(family: int, address: tuple[Any, ...]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def private_folder(env: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,10 +33,11 @@ from gateway.processes.unix_server import UnixServer
 from gateway.proxy.server import HttpServer
 from gateway.reload import Source
 from gateway.service import admin_token_of, set_up_process
-from gateway.tls import admin_certificate
+from gateway.tls import ServingCertificate, admin_certificate
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
+_LOOK_S = 5.0
 _FAILED = 1
 
 
@@ -166,12 +168,16 @@ class _Supervisor:
     async def _greet(self, process: Process) -> None:
         await self._front.greet(process)
 
-    async def _poll(self, certificate: object) -> None:
+    async def _poll(self, certificate: ServingCertificate | None) -> None:
         """So that what a killed process had counted is known but for the last second."""
+        look_s = 0.0
         while True:
             await asyncio.sleep(_POLL_S)
             try:
                 await self._front.poll()
+                if certificate is not None and time.monotonic() >= look_s:
+                    look_s = time.monotonic() + _LOOK_S
+                    await asyncio.to_thread(certificate.refresh)
             except Exception:
                 _log.exception("unexpected; going on")
 

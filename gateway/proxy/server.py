@@ -124,6 +124,11 @@ class HttpServer:
     def give_away(self, give: Callable[[socket.socket], None]) -> None:
         """Nothing: aiohttp's connections cannot be taken from it."""
 
+    @property
+    def keeps_some(self) -> bool:
+        """Whether there are connections that cannot be given away."""
+        return self._n_open() > 0
+
     async def close(self) -> None:
         """Cut what still runs."""
         if self._runner is not None:

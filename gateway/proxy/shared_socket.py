@@ -66,6 +66,7 @@ class SharedSocket:
             self._loop.remove_reader(self._sock.fileno())
             if self._waits is not None:
                 self._waits.cancel()
+            self._sock.close()  # Ours: were it the last, the port would be taken while what runs here ends.
 
     def _ready(self) -> None:
         if self._turn.has_many(self._n_open() + len(self._tasks)):
