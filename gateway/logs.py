@@ -22,7 +22,7 @@ _GET = ("GET", "HEAD")
 
 
 class _JsonLines(logging.Formatter):
-    def __init__(self, process: str | None) -> None:
+    def __init__(self, process: str | None = None) -> None:
         super().__init__()
         self._process = {} if process is None else {"process": process}
 
