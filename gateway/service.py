@@ -358,6 +358,8 @@ def run(
 ) -> int:
     """A command that serves until it is told to stop."""
     config, source = configuration_of(args, prog=prog, description=description, aliases=aliases)
+    if config.gateway.processes > 1:
+        print(f"{prog}: gateway.processes is for warmroute gateway alone; this is one process", file=sys.stderr)
     return serve_config(face, config, source)
 
 

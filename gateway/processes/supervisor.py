@@ -190,4 +190,6 @@ class _Supervisor:
         scheme = "http" if self._config.tls.cert is None else "https"
         port = self._sockets[0].getsockname()[1]
         n = self._config.gateway.processes
+        if n > (n_cores := len(os.sched_getaffinity(0))):
+            _log.warning("%d processes have %d cores to share, which is slower than %d processes", n, n_cores, n_cores)
         _log.info("serving on %s://%s:%d by %d processes, admin on %s", scheme, shown, port, n, self._admin.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -136,3 +137,26 @@ async def test_access_lines_of_all_are_whole() -> None:
             raise AssertionError(f"half a line: {line[:200]}")
     assert sum(row.get("path") == "/v1/completions" for row in rows) == 60
     assert {row["process"] for row in rows if "process" in row} >= {"supervisor", "hub", "process 0", "process 1"}
+
+
+async def test_when_none_can_start_any_more_it_gives_up_and_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text("{}")
+    async with Processes(2, f"--config={file}") as them:
+        pids = await them.pids()
+        file.write_text(json.dumps({"gateway": {"no_such_key": True}}))
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        code = await asyncio.wait_for(them.command.process.wait(), 2 * DEADLINE_S)
+        log = (await them.command._log).decode()
+    assert code == 1
+    assert "has ended 5 times while it was started, and no process serves" in log
+    assert "no_such_key" in log
+    assert "Traceback" not in log
+
+
+async def test_other_faces_say_that_they_are_one_process() -> None:
+    code, said = await run("indexer", "--gateway-processes=2", "--indexer-port=0", "--index-source=service",
+                           "--index-service-addresses=unix:/x")  # fmt: skip
+    assert code == 2
+    assert "gateway.processes is for warmroute gateway alone" in said
