@@ -56,13 +56,16 @@ class Place:
 
 
 class Crew:
-    """`sockets` are listened on by all; `greet(process)` is done before one serves, and may take a moment."""
+    """`sockets` are listened on by all; `greet(process)` is done before one serves, and may take a moment.
+    `hub_answers`: the hub has pages.
+    """
 
     def __init__(
         self,
         *,
         n_data: int,
         has_hub: bool,
+        hub_answers: bool,
         args: Sequence[str],
         folder: str,
         table: Table,
@@ -72,6 +75,7 @@ class Crew:
     ) -> None:
         self.data = [Place("data", number) for number in range(n_data)]
         self.hub = Place("hub", 0) if has_hub else None
+        self._hub_answers = hub_answers
         self.totals = Totals()
         self.stopping = False
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -98,6 +102,14 @@ class Crew:
     def alive(self) -> list[Process]:
         """Those that leave included."""
         return sorted(self._alive, key=lambda each: each.assignment.seat)
+
+    @property
+    def answering(self) -> list[Process]:
+        """Those of them that can be asked for pages."""
+        return [each for each in self.alive if each.started.is_set() and self.answers(each)]
+
+    def answers(self, process: Process) -> bool:
+        return process.assignment.kind == "data" or self._hub_answers
 
     def serving(self) -> Iterator[Process]:
         """Data planes that take requests, by their number."""

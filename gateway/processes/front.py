@@ -49,7 +49,10 @@ _GET = ("GET", "HEAD")
 class Front:
     """`restart` is called when all are to be replaced; it returns at once."""
 
-    def __init__(self, crew: Crew, asking: Asking, restart: Callable[[], None]) -> None:
+    def __init__(
+        self, crew: Crew, asking: Asking, restart: Callable[[], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now = now
         self._crew = crew
         self._asking = asking
         self._restart = restart
@@ -81,9 +84,9 @@ class Front:
     async def poll(self) -> None:
         """Take in what all count now."""
         async with self._polling:
-            processes = self._crew.alive
+            processes = self._crew.answering
             found = await asyncio.gather(*(self._asking.metrics(each) for each in processes))
-            now_s = time.monotonic()
+            now_s = self._now()
             for process, them in zip(processes, found, strict=True):
                 if process.gone.is_set():
                     continue
@@ -235,6 +238,8 @@ class Front:
 
     async def greet(self, process: Process) -> None:
         """What was changed before it came."""
+        if not self._crew.answers(process):
+            return
         async with self._one_by_one:
             for change in self._changes.all():
                 answer = await self._asking.ask(process, change.method, change.target, change.body)
@@ -252,13 +257,13 @@ class Front:
 
     async def _tell_others(self, who: Process, notice: Notice) -> None:
         body = msgspec.json.encode(notice)
-        others = [each for each in self._crew.alive if each is not who and each.started.is_set()]
+        others = [each for each in self._crew.answering if each is not who]
         await asyncio.gather(*(self._asking.ask(each, "POST", NOTICE, body) for each in others), return_exceptions=True)
 
     def _reachable(self, request: web.BaseRequest) -> list[Process]:
         """All that can be told, the one that answers first."""
         first = self._chosen(request)
-        return [first, *(each for each in self._crew.alive if each is not first and each.started.is_set())]
+        return [first, *(each for each in self._crew.answering if each is not first)]
 
     def _chosen(self, request: web.BaseRequest) -> Process:
         """As `?process=` says, else the first that serves. Raises ApiError."""
@@ -266,7 +271,7 @@ class Front:
         there = {
             each.label: each
             for place in self._crew.places
-            if (each := place.process) is not None and each.started.is_set() and not each.gone.is_set()
+            if (each := place.process) is not None and each in self._crew.answering
         }
         if wanted is None:
             found = next(self._crew.serving(), None) or next(iter(there.values()), None)

@@ -73,6 +73,7 @@ class _Supervisor:
         self._crew = crew = Crew(
             n_data=settings.processes,
             has_hub=has_index(self._config) or has_board(self._config),
+            hub_answers=has_index(self._config),
             args=self._args,
             folder=self._folder,
             table=Table.create(BYTES),

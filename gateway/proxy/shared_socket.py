@@ -16,6 +16,10 @@ from typing import Protocol
 
 _log = logging.getLogger(__name__)
 _GIVE_WAY_S = 0.001
+_MOST_WAYS = 5
+"""One waits at most 31 ms for those who have fewer connections,"""
+_HURRY_S = 1.0
+"""and who had to be waited for so long is not waited for again so soon."""
 _TRY_AGAIN_S = 0.1
 
 
@@ -38,6 +42,8 @@ class SharedSocket:
         self._factory: Callable[[], asyncio.BaseProtocol] | None = None
         self._tls: ssl.SSLContext | None = None
         self._waits: asyncio.TimerHandle | None = None
+        self._ways_given = 0
+        self._hurry_until_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -69,32 +75,43 @@ class SharedSocket:
             self._sock.close()  # Ours: were it the last, the port would be taken while what runs here ends.
 
     def _ready(self) -> None:
-        if self._turn.has_many(self._n_open() + len(self._tasks)):
+        if self._loop.time() >= self._hurry_until_s and self._others_first():
+            self._ways_given = 0
             self._pause(_GIVE_WAY_S)
-        elif not self._accept():
+        elif self._accept() is None:
             self._pause(_TRY_AGAIN_S)
+
+    def _others_first(self) -> bool:
+        return self._turn.has_many(self._n_open() + len(self._tasks))
 
     def _pause(self, delay_s: float) -> None:
         self._loop.remove_reader(self._sock.fileno())
         self._waits = self._loop.call_later(delay_s, self._go_on)
 
     def _go_on(self) -> None:
-        """Whatever others have: they may be stuck."""
+        """Nobody waits for long, whatever others have: they may be stuck."""
+        self._ways_given += 1
+        if self._ways_given < _MOST_WAYS and self._others_first():
+            self._waits = self._loop.call_later(_GIVE_WAY_S * 2**self._ways_given, self._go_on)
+            return
         self._waits = None
-        if self._accept():
-            self._loop.add_reader(self._sock.fileno(), self._ready)
-        else:
+        taken = self._accept()
+        if taken is None:
             self._waits = self._loop.call_later(_TRY_AGAIN_S, self._go_on)
+            return
+        if taken and self._ways_given >= _MOST_WAYS:
+            self._hurry_until_s = self._loop.time() + _HURRY_S
+        self._loop.add_reader(self._sock.fileno(), self._ready)
 
-    def _accept(self) -> bool:
-        """Whether it can go on at once."""
+    def _accept(self) -> bool | None:
+        """Whether there was one; None: there may be, and it cannot be taken now."""
         try:
             sock, _ = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return True
+            return False
         except OSError as exc:  # No more files, or no memory.
             _log.error("no connection can be accepted now: %s", exc.strerror)
-            return False
+            return None
         self._begin(sock, self._tls)
         return True
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from bench.engine.server import FakeVllm
 from tests.support.auth import bearer, made, write_keys
 from tests.support.gateway_world import engine
 from tests.support.processes_world import Held, Load, Processes, RawClient, eventually, total
+from tests.support.redis_server import RedisServer, binary
 
 
 def prompt(seed: int, n: int = 64) -> list[int]:
@@ -134,22 +136,26 @@ async def test_a_killed_process_has_nothing_in_flight_for_the_others() -> None:
         assert metrics["warmroute_requests_in_flight"] == n_left
 
 
+async def restarted(them: Processes) -> None:
+    before = await them.pids()
+    them.command.process.send_signal(signal.SIGUSR2)
+
+    async def all_new() -> bool:
+        now = await them.pids()
+        return now.keys() == before.keys() and not set(now.values()) & set(before.values())
+
+    await eventually(all_new)
+
+
 async def test_a_rolling_restart_costs_no_request() -> None:
     async with Processes(2) as them:
-        before = await them.pids()
         idle = [await RawClient.of(them) for _ in range(6)]
         for i, client in enumerate(idle):
             assert await client.complete(prompt(i)) == 200
         async with Load(them, 6) as load:
             await load.more(30)
             counted = total(await them.metrics(), "warmroute_requests_total")
-            them.command.process.send_signal(signal.SIGUSR2)
-
-            async def all_new() -> bool:
-                now = await them.pids()
-                return now.keys() == before.keys() and not set(now.values()) & set(before.values())
-
-            await eventually(all_new)
+            await restarted(them)
             await them.all_ready()
             await load.more(30)
             assert load.broken == 0
@@ -160,6 +166,27 @@ async def test_a_rolling_restart_costs_no_request() -> None:
             await client.close()
         log = await them.command.terminate()
         assert "all processes are new ones" in log
+
+
+async def test_connections_that_cannot_be_given_away_bring_their_last_request() -> None:
+    """aiohttp's, as those with TLS: their next answer says that they close."""
+    async with Processes(2, "--gateway-http=aiohttp") as them, Load(them, 6) as load:
+        await load.more(30)
+        await restarted(them)
+        await load.more(30)
+        assert load.broken == 0
+        assert set(load.statuses) == {200}
+
+
+async def test_with_redis_they_are_replicas_there() -> None:
+    if binary("redis") is None:
+        pytest.skip("no redis-server here")
+    async with RedisServer() as server, Processes(2, f"--redis-url={server.url}") as them:
+        status, _ = await them.complete(them.http, prompt(1))
+        assert status == 200
+        keys = await server.command("KEYS", "{warmroute:default}:load:*")
+        assert len(keys) == 2
+        assert (await them.metrics())["warmroute_replicas_known"] == 1
 
 
 async def test_what_operators_change_is_changed_everywhere() -> None:
