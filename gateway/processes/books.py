@@ -106,11 +106,12 @@ class Books:
 class SharedAccount(Account):
     """An `Account` whose numbers are everybody's."""
 
-    __slots__ = ("_books", "_row")
+    __slots__ = ("_books", "_is_held", "_row")
 
     def __init__(self, books: Books, row: int, limits: Limits, now_s: float) -> None:
         self._books = books
         self._row = row
+        self._is_held = False
         super().__init__(limits, now_s)
 
     def configure(self, limits: Limits, now_s: float) -> None:
@@ -123,6 +124,10 @@ class SharedAccount(Account):
     def enter(self, now_s: float) -> None:
         with self._shared():
             super().enter(now_s)
+
+    def ask(self, now_s: float) -> None:
+        with self._shared():
+            super().ask(now_s)
 
     def leave(self) -> None:
         with self._shared():
@@ -142,6 +147,9 @@ class SharedAccount(Account):
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
+        if self._is_held:  # By the method this one is a part of.
+            yield
+            return
         books = self._books
         with books.locked(books.bucket_at(self._row, 0)):
             before = self.running = books.running(self._row)
@@ -150,9 +158,11 @@ class SharedAccount(Account):
                     limit, level, at_s = _BUCKET.unpack_from(books.table.map, books.bucket_at(self._row, nth))
                     if limit:
                         bucket.restore(round(limit), level, at_s)
+            self._is_held = True
             try:
                 yield
             finally:
+                self._is_held = False
                 for nth, bucket in enumerate((self._requests, self._tokens)):
                     if bucket is not None:
                         _BUCKET.pack_into(books.table.map, books.bucket_at(self._row, nth), *bucket.state())

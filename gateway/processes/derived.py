@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gateway.config import Config
-from gateway.config.schema import IndexServiceConfig, LearningConfig, RedisConfig
+from gateway.config.schema import IndexerConfig, IndexServiceConfig, LearningConfig, RedisConfig
 from gateway.processes.assignment import INDEX_SOCKET, Assignment
 
 _TOLD_EVERY_MS = 2.0
@@ -42,7 +42,14 @@ def of_data(config: Config, it: Assignment) -> Config:
 
 
 def of_hub(config: Config, it: Assignment) -> Config:
-    indexer = replace(config.indexer, port=None, socket=it.own(INDEX_SOCKET))
+    indexer = IndexerConfig(
+        port=None,
+        socket=it.own(INDEX_SOCKET),
+        history_bytes=config.indexer.history_bytes,
+        digest_interval_s=config.indexer.digest_interval_s,
+        write_timeout_s=config.indexer.write_timeout_s,
+        warm_up_s=config.indexer.warm_up_s,
+    )
     return replace(config, indexer=indexer, index=replace(config.index, source="local"))
 
 

@@ -107,11 +107,11 @@ class Seat(Places):
     def give_back(self) -> None:
         self._served_column[self.number] -= 1
 
-    def begin_body(self) -> None:
-        self._body_column[self.number] += 1
+    def begin_body(self, takes_place: bool = True) -> None:
+        self._body_column[self.number] += takes_place
 
-    def end_body(self) -> None:
-        self._body_column[self.number] -= 1
+    def end_body(self, takes_place: bool = True) -> None:
+        self._body_column[self.number] -= takes_place
 
     # ---- connections -------------------------------------------------------------------------------------------------
 

@@ -178,7 +178,8 @@ class _Supervisor:
                 await self._front.poll()
                 if certificate is not None and time.monotonic() >= look_s:
                     look_s = time.monotonic() + _LOOK_S
-                    await asyncio.to_thread(certificate.refresh)
+                    if await asyncio.to_thread(certificate.look):
+                        certificate.take()
             except Exception:
                 _log.exception("unexpected; going on")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class Places:
-    """Those of one process that is a gateway by itself. `bodies`: those included that still send theirs."""
+    """Those of one process that is a gateway by itself. `bodies`: those included that still send theirs, and those left
+    out that take no place.
+    """
 
     def __init__(self) -> None:
         self._served = 0
@@ -28,8 +30,8 @@ class Places:
     def give_back(self) -> None:
         self._served -= 1
 
-    def begin_body(self) -> None:
-        self._bodies += 1
+    def begin_body(self, takes_place: bool = True) -> None:
+        self._bodies += takes_place
 
-    def end_body(self) -> None:
-        self._bodies -= 1
+    def end_body(self, takes_place: bool = True) -> None:
+        self._bodies -= takes_place

@@ -38,6 +38,8 @@ _BACKLOG = 4096
 _CUT_S = 0.5
 _BODIES_PER_PLACE = 4
 """So many more requests than may be served can be sending their bodies; these take memory as they come."""
+_MOST_PREFLIGHTS = 64
+"""At once. They need no key, and take nobody's place but each other's."""
 
 
 def raise_file_limit() -> int:
@@ -152,6 +154,7 @@ class DataPlane:
         self.in_flight = 0
         """Those that still send their bodies included."""
         self.places = places or Places()
+        self._preflights = 0
         self.parts = parts
         self.max_concurrency = max_concurrency
         self._idle = asyncio.Event()
@@ -192,24 +195,33 @@ class DataPlane:
         if request.method not in route.methods:
             path = target.partition("?")[0]
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
-        places, most = self.places, self.max_concurrency
-        if places.served >= most or places.bodies >= _BODIES_PER_PLACE * most:
+        is_preflight = request.method == "OPTIONS"
+        if is_preflight:
+            most, is_full = _MOST_PREFLIGHTS, self._preflights >= _MOST_PREFLIGHTS
+        else:
+            places, most = self.places, self.max_concurrency
+            is_full = places.served >= most or places.bodies >= _BODIES_PER_PLACE * most
+        if is_full:
             self.parts.metrics.rejected("over_concurrency")
-            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(self.max_concurrency))
-        with self.busy():
-            return await Exchange(self.parts, self, request, route, target, holder).serve()
+            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(most))
+        with self.busy(takes_place=not is_preflight):
+            self._preflights += is_preflight
+            try:
+                return await Exchange(self.parts, self, request, route, target, holder).serve()
+            finally:
+                self._preflights -= is_preflight
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self, *, takes_place: bool = True) -> Iterator[None]:
         """Something is served that a drain waits for."""
         self.in_flight += 1
-        self.places.begin_body()
+        self.places.begin_body(takes_place)
         self._idle.clear()
         try:
             yield
         finally:
             self.in_flight -= 1
-            self.places.end_body()
+            self.places.end_body(takes_place)
             if not self.in_flight:
                 self._idle.set()
 
