@@ -8,7 +8,7 @@ from gateway.config import Config
 from gateway.config.schema import IndexerConfig, IndexServiceConfig, LearningConfig, RedisConfig
 from gateway.processes.assignment import INDEX_SOCKET, Assignment
 
-_TOLD_EVERY_MS = 2.0
+_TOLD_EVERY_MS = 5.0
 _ANSWERS_WITHIN_MS = 1000.0
 """The hub has a core to share; its death shows by its closed connections."""
 

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -36,8 +35,7 @@ from gateway.service import admin_token_of, set_up_process
 from gateway.tls import ServingCertificate, admin_certificate
 
 _log = logging.getLogger(__name__)
-_POLL_S = 1.0
-_LOOK_S = 5.0
+_POLL_S = 5.0
 _FAILED = 1
 
 
@@ -170,16 +168,13 @@ class _Supervisor:
         await self._front.greet(process)
 
     async def _poll(self, certificate: ServingCertificate | None) -> None:
-        """So that what a killed process had counted is known but for the last second."""
-        look_s = 0.0
+        """So that what a killed process had counted is known but for the last seconds."""
         while True:
             await asyncio.sleep(_POLL_S)
             try:
                 await self._front.poll()
-                if certificate is not None and time.monotonic() >= look_s:
-                    look_s = time.monotonic() + _LOOK_S
-                    if await asyncio.to_thread(certificate.look):
-                        certificate.take()
+                if certificate is not None and await asyncio.to_thread(certificate.look):
+                    certificate.take()
             except Exception:
                 _log.exception("unexpected; going on")
 
