@@ -100,7 +100,10 @@ class Core:
             optimistic_ttl_s=config.scorer.optimistic_ttl_s,
             sessions=session_settings(config),
         )
-        self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)
+        keeps_learned = siblings is None or siblings.keeps_learned
+        path = learned_path(config.learning, os.environ) if keeps_learned else None
+        self.learned = LearnedFile(path, self.planner.calibration)
+        self._learns_for_a_file = tokenizes and keeps_learned  # else there is nothing to learn from, or another does it
         self.tokens = TokenService(token_settings(config), rng=self.rng)
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
@@ -228,7 +231,7 @@ class Core:
             self.others_degraded.append(self.replicas.degraded)
 
     async def start(self) -> None:
-        if self._tokenizes:  # else there is nothing to learn from
+        if self._learns_for_a_file:
             self.learned.start()
         self.ingest.start()
         await self.tokens.start()

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 MOST_KEYS: Final = 65_536
+MOST_STREAM_BYTES: Final = 32 << 20
 
 
 class BoardError(ValueError):
@@ -20,11 +21,19 @@ class BoardError(ValueError):
 
 
 class _Stream:
-    __slots__ = ("entries", "last")
+    __slots__ = ("entries", "last", "n_bytes")
 
     def __init__(self) -> None:
         self.entries: deque[tuple[tuple[int, int], dict[bytes, bytes]]] = deque()
         self.last = (0, 0)
+        self.n_bytes = 0
+
+    def add(self, fields: dict[bytes, bytes], most: int) -> None:
+        """With its number in `last`; the oldest go."""
+        self.entries.append((self.last, fields))
+        self.n_bytes += _size(fields)
+        while len(self.entries) > most or (self.n_bytes > MOST_STREAM_BYTES and len(self.entries) > 1):
+            self.n_bytes -= _size(self.entries.popleft()[1])
 
 
 class Board:
@@ -116,9 +125,7 @@ class Board:
         stream = self._streams.setdefault(key, _Stream())
         at_ms, nth = stream.last
         stream.last = (now_ms, 0) if now_ms > at_ms else (at_ms, nth + 1)
-        stream.entries.append((stream.last, dict(fields)))
-        while len(stream.entries) > most:
-            stream.entries.popleft()
+        stream.add(dict(fields), most)
         return _name(stream.last)
 
     def xrevrange(self, key: str, count: int, *, now_s: float) -> list[Entry]:
@@ -160,6 +167,10 @@ class Board:
             self.sweep(now_s)
         if len(self._strings) >= MOST_KEYS:
             raise BoardError("too many keys")
+
+
+def _size(fields: Mapping[bytes, bytes]) -> int:
+    return sum(len(value) for value in fields.values())
 
 
 def _name(number: tuple[int, int]) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
 import time
@@ -50,13 +49,12 @@ class DataPlaneProcess(Gateway):
         self._it = it
         self._seat = table.seat(it.seat)
         self._began_s = time.monotonic()
-        if it.number:
-            os.environ.pop("STATE_DIRECTORY", None)  # What was learned is written by one process.
         board = it.shared(BOARD_SOCKET)
         siblings = Siblings(
             hub=partial(BoardClient, board) if has_board(given) else None,
             account=Books(table, it.seat).account,
             places=self._seat,
+            keeps_learned=it.number == 0,
         )
         self._sockets = [socket.socket(fileno=fd) for fd in it.listen_fds]
         self._shared: list[SharedSocket] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gateway.config import Config
-from gateway.config.schema import IndexerConfig, IndexServiceConfig, LearningConfig, RedisConfig
+from gateway.config.schema import IndexerConfig, IndexServiceConfig, RedisConfig
 from gateway.processes.assignment import INDEX_SOCKET, Assignment
 
 _TOLD_EVERY_MS = 5.0
@@ -25,20 +25,18 @@ def has_board(config: Config) -> bool:
 
 def of_data(config: Config, it: Assignment) -> Config:
     """For a data plane."""
-    index, redis, learning = config.index, config.redis, config.learning
+    index, redis = config.index, config.redis
     if has_index(config):
         service = IndexServiceConfig(addresses=(f"unix:{it.shared(INDEX_SOCKET)}",))
         index = replace(index, source="service", service=service)
     if has_board(config):
         redis = RedisConfig(interval_ms=_TOLD_EVERY_MS, op_timeout_ms=_ANSWERS_WITHIN_MS, ttl_s=redis.ttl_s)
-    if it.number:
-        learning = LearningConfig()  # One file has one writer.
     queue = replace(
         config.queue,
         max_requests=share(config.queue.max_requests, it),
         max_tokens=max(1, share(config.queue.max_tokens, it)),
     )
-    return replace(config, index=index, redis=redis, learning=learning, queue=queue)
+    return replace(config, index=index, redis=redis, queue=queue)
 
 
 def of_hub(config: Config, it: Assignment) -> Config:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.processes.board import Board, BoardError
+from gateway.processes.board import MOST_STREAM_BYTES, Board, BoardError
 from gateway.processes.board_client import BoardClient
 from gateway.processes.board_server import BoardServer
 from gateway.replicas import codec
@@ -139,6 +139,15 @@ def test_a_stream_keeps_so_many_and_numbers_grow_when_the_clock_goes_back() -> N
     numbers = [board.run(["xadd", "s", {b"n": b"%d" % i}, 3], 0.0, now_ms) for i, now_ms in enumerate([9, 9, 5, 7, 12])]
     assert numbers == [b"9-0", b"9-1", b"9-2", b"9-3", b"12-0"]
     assert [number for number, _ in board.run(["xread", "s", b"0-0", 10], 0.0, 12)] == numbers[2:]
+
+
+def test_a_stream_has_a_bound_in_bytes_but_its_last_entry_is_kept() -> None:
+    board = Board()
+    for _ in range(5):
+        board.run(["xadd", "s", {b"n": bytes(MOST_STREAM_BYTES // 2)}, 100], 0.0, 1)
+    assert len(board.run(["xread", "s", b"0-0", 10], 0.0, 1)) == 2
+    board.run(["xadd", "s", {b"n": bytes(MOST_STREAM_BYTES + 1)}, 100], 0.0, 1)
+    assert len(board.run(["xread", "s", b"0-0", 10], 0.0, 1)) == 1
 
 
 @pytest.mark.parametrize(
