@@ -77,7 +77,8 @@ async def would(them: Processes, number: int, ids: list[int]) -> dict[str, Any]:
 
 
 async def test_a_prefix_is_known_to_the_others_before_the_engine_tells() -> None:
-    async with Processes(2, "--health-scrape-interval-s=5", a=engine()) as them, Held(them) as held:
+    slow_machine = ("--health-scrape-interval-s=5", "--scorer-optimistic-ttl-s=300")
+    async with Processes(2, *slow_machine, a=engine()) as them, Held(them) as held:
         await held.begin(prompt(1, 640))
 
         async def both_know() -> bool:
