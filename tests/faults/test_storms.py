@@ -27,7 +27,7 @@ async def test_e26_every_engine_clears_all_blocks_100_times_a_second(trials: Tri
     await _storm(trials, "AllBlocksCleared, 100/s each: all engines", trials.fleet.engines)
 
 
-async def test_engines_flap(trials: Trials, seed: int) -> None:
+async def test_s3_engines_flap(trials: Trials, seed: int) -> None:
     engines = random.Random(f"flaps {seed}").sample(trials.fleet.engines, 2)
     names = [engine.name for engine in engines]
     async with trials(f"up and down every second: {' and '.join(names)}"):
