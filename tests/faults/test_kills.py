@@ -49,5 +49,5 @@ async def test_gateways_are_restarted_one_after_the_other(trials: Trials) -> Non
     async with trials("SIGTERM and start: every gateway in turn"):
         for gateway in trials.fleet.gateways:
             gateway.in_rotation = False
-            assert await gateway.end() == 0, gateway.tail()
+            assert await gateway.end(within_s=90.0) == 0, gateway.tail()
             await gateway.start()

@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import aiohttp
+import grpc
 import msgspec
 
 from tests.faults.fleet import Digests, Fleet
@@ -114,7 +116,11 @@ class Trials:
             return ["an engine still computes"]
         found = []
         for it in (fleet.indexer, *fleet.gateways):
-            told: Digests = await it.digests()
+            try:
+                told: Digests = await it.digests()
+            except (grpc.aio.AioRpcError, aiohttp.ClientError, OSError) as exc:
+                found.append(f"{it.name} does not tell: {type(exc).__name__}")
+                continue
             found += [
                 f"{it.name}: {name} holds {truth.get(name)}, not {told.get(name)}"
                 for name in sorted({*truth, *told})
