@@ -101,6 +101,17 @@ class Indexer(Process):
         stats = await self._stats()
         return {it.worker: (it.digest.blocks, it.digest.keys_sum) for it in stats.holders if it.digest.blocks}
 
+    async def troubles(self) -> list[str]:
+        """Feeds that are not as they should be, for who looks for what went wrong."""
+        stats = await self._stats()
+        feeds = {it.worker: it.feed for it in stats.holders}
+        return [
+            f"{name}: {it.phase}, partial {it.partial}, {it.endpoint_state}, epoch {it.epoch}, gaps {it.gaps}, "
+            f"missing {it.missing_batches}"
+            for name, it in feeds.items()
+            if it.partial or it.phase != "live" or it.endpoint_state != "connected"
+        ]
+
     async def _stats(self) -> pb.StatsResponse:
         stats: pb.StatsResponse = await ask(f"127.0.0.1:{self.port}", "Stats", pb.StatsRequest())
         return stats
@@ -240,7 +251,9 @@ class Fleet(Stacked):
             if not process.is_up:
                 await process.start()
         for engine in self.engines:
-            await engine.faults(drop_batches=0, replay="ok", stall=False)
+            await engine.faults(drop_batches=0, replay_delay_s=0.0)
+        await self.indexer.kill()  # Whatever its index has come to, the next fault begins with a true one.
+        await self.indexer.start()
 
     async def true_digests(self) -> Digests | None:
         """What the engines' caches really hold; None while one of them computes."""

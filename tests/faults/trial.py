@@ -29,7 +29,7 @@ from tests.faults.process import until
 
 SUCCESS = 0.999
 INDEX_S = 5.0
-_PATIENCE_S = 90.0
+_PATIENCE_S = 60.0
 _BEFORE, _AFTER = 8, 12
 """Requests that must have come to an end before the fault, and after it is healed."""
 _LOOK_S = 0.1
@@ -106,7 +106,8 @@ class Trials:
                 assert waited_s is not None
                 return index_s, waited_s, time.monotonic() - began_s
             if time.monotonic() - began_s > _PATIENCE_S:
-                raise AssertionError(f"not settled after {_PATIENCE_S:g} s: {[*differing, *left]}")
+                feeds = await fleet.indexer.troubles()
+                raise AssertionError(f"not settled after {_PATIENCE_S:g} s: {[*differing, *left]}, feeds: {feeds}")
             await asyncio.sleep(_LOOK_S)
 
     async def _differing(self) -> list[str]:
