@@ -112,6 +112,10 @@ class Indexer(Process):
             if it.partial or it.phase != "live" or it.endpoint_state != "connected"
         ]
 
+    async def partial(self) -> set[str]:
+        """Engines of whose events some are missing."""
+        return {it.worker for it in (await self._stats()).holders if it.feed.partial}
+
     async def _stats(self) -> pb.StatsResponse:
         stats: pb.StatsResponse = await ask(f"127.0.0.1:{self.port}", "Stats", pb.StatsRequest())
         return stats
@@ -251,7 +255,7 @@ class Fleet(Stacked):
             if not process.is_up:
                 await process.start()
         for engine in self.engines:
-            await engine.faults(drop_batches=0, replay_delay_s=0.0)
+            await engine.faults(drop_batches=0, replay_delay_s=0.0, replay="ok")
         await self.indexer.kill()  # Whatever its index has come to, the next fault begins with a true one.
         await self.indexer.start()
 

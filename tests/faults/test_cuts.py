@@ -13,10 +13,6 @@ from tests.faults.trial import Trials
 
 _CUT_S = 5.5
 """Longer than anybody waits for a sign of life (`health.eject_after_s` 3 s, an indexer's copy 4 s)."""
-_EVENTS_CUT_S = 3.0
-"""Shorter than a replay is asked for (three times 2 s): one that was given up leaves its worker `events_partial` until it
-starts anew, which is told, and is no index to compare.
-"""
 _MODES: tuple[Mode, ...] = ("delay", "reset", "half-open", "one-way")
 _BREAKING = ("reset", "half-open")
 
@@ -32,7 +28,7 @@ async def _cut(trials: Trials, what: str, mode: Mode, links: list[Link], *breaks
         with trials.fleet.broken.cut(*breaks) if breaks and mode in _BREAKING else nullcontext():
             for link in links:
                 await link.turn(mode)
-            await asyncio.sleep(cut_s)
+            await asyncio.sleep(_CUT_S)
             for link in links:
                 await link.turn("pass")
 
@@ -48,7 +44,7 @@ async def test_between_gateways_and_the_indexer(trials: Trials, mode: Mode) -> N
 async def test_between_the_indexer_and_events(trials: Trials, mode: Mode, seed: int) -> None:
     engines = random.Random(f"events {mode} {seed}").sample(trials.fleet.engines, 3)
     links = [link for engine in engines for link in engine.event_links]
-    await _cut(trials, f"the indexer and events of {len(engines)} engines", mode, links, cut_s=_EVENTS_CUT_S)
+    await _cut(trials, f"the indexer and events of {len(engines)} engines", mode, links)
 
 
 async def test_between_gateways_and_engines(trials: Trials, mode: Mode, seed: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 from tests.faults.fleet import Engine
+from tests.faults.process import until
 from tests.faults.trial import Trials
 
 _LASTS_S = 4.0
@@ -50,6 +51,23 @@ async def test_e1_batches_are_lost_and_replays_are_late(trials: Trials, seed: in
         await _lose(engines, batches=1, times=8)
         for engine in engines:
             await engine.faults(replay_delay_s=0.0)
+
+
+async def test_e1_batches_are_lost_and_replays_are_given_up(trials: Trials, seed: int) -> None:
+    engines = random.Random(f"no replays {seed}").sample(trials.fleet.engines, 2)
+    async with trials("gaps in the events of 2 engines, no replays"):
+        for engine in engines:
+            await engine.faults(replay="off", drop_batches=1)
+            await engine.announce()
+            await engine.announce()
+        await until(lambda: _given_up(trials, engines), "the indexer has given up what was lost")
+        for engine in engines:
+            await engine.faults(replay="ok")
+
+
+async def _given_up(trials: Trials, engines: list[Engine]) -> bool:
+    partial = await trials.fleet.indexer.partial()
+    return all(engine.name in partial for engine in engines)
 
 
 async def _lose(engines: list[Engine], *, batches: int, times: int) -> None:
