@@ -1,0 +1,247 @@
+"""The index of a large fleet on real processes: who starts from what, what following costs, how soon it answers.
+
+All parts are of one fleet, with one indexer that is full, so that what one part has started the next ones use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.scale.dynamo import Dynamo
+from bench.scale.fleet import Fleet, Process, Served, until
+from bench.scale.held import Held, questions
+
+ENTRIES = "warmroute_index_entries"
+_SETTLED_S = 2.0
+_QUESTIONS = 64
+
+
+class Options(msgspec.Struct, kw_only=True):
+    """`rate`: changes a second, of `seconds` each measurement is. `peers`: the Python that has dynamo.indexer."""
+
+    held: Held
+    rate: float = 100_000.0
+    seconds: float = 10.0
+    clients: int = 8
+    followers: int = 8
+    peers: Path | None = None
+    told: Callable[[str], None] = lambda line: None
+
+
+class Started(msgspec.Struct, frozen=True):
+    """`s`: from the command to having all. `peak_mb` until then, `rss_mb` once it has settled."""
+
+    s: float
+    cpu_s: float
+    peak_mb: float
+    rss_mb: float
+
+    def figures(self, name: str, copies: int) -> dict[str, float]:
+        return {
+            f"{name}_start_s": self.s,
+            f"{name}_start_cpu_s": self.cpu_s,
+            f"{name}_start_us_per_copy": self.cpu_s / copies * 1e6,
+            f"{name}_peak_mb": self.peak_mb,
+            f"{name}_rss_mb": self.rss_mb,
+            f"{name}_bytes_per_copy": self.rss_mb * 1e6 / copies,
+        }
+
+
+class Shared:
+    """What the parts have in common, started when the first of them needs it; in a ``with`` statement."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._stack = ExitStack()
+        self.figures: dict[str, float] = {}
+        """Of what was started."""
+
+    def __enter__(self) -> Shared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def copies(self) -> int:
+        return self.options.held.copies
+
+    @cached_property
+    def fleet(self) -> Fleet:
+        """Its engines have sent all that they hold; dynamo.indexer has heard it, if it is there."""
+        fleet = self._stack.enter_context(Fleet(self.options.held, told=self.options.told))
+        if self.options.peers is not None:
+            self._dynamo = Dynamo(fleet, self.options.peers)
+        batches = fleet.fill()
+        if self._dynamo is not None:
+            peer = self._dynamo
+            began_s, cpu_s = time.monotonic(), peer.process.cpu_s()
+            until(lambda: peer.applied() >= batches, peer.process)
+            fleet.say(f"dynamo.indexer has it {time.monotonic() - began_s:.1f} s after all was sent ({cpu_s:.1f} CPU s)")
+            self.figures |= {
+                "dynamo_fill_us_per_copy": peer.process.cpu_s() / self.copies * 1e6,
+                "dynamo_rss_mb": peer.process.rss_mb(),
+                "dynamo_bytes_per_copy": peer.process.rss_mb() * 1e6 / self.copies,
+            }
+        return fleet
+
+    _dynamo: Dynamo | None = None
+
+    @property
+    def dynamo(self) -> Dynamo | None:
+        return self._dynamo if self.fleet else None
+
+    @cached_property
+    def indexer(self) -> tuple[Served, str]:
+        """It knows all, by replay."""
+        process, address = self.fleet.indexer()
+        started = self.full(process)
+        until(lambda: process.metric("warmroute_indexer_ready") == 1.0, process)
+        self.figures |= started.figures("replay", self.copies)
+        return process, address
+
+    @cached_property
+    def follower(self) -> Served:
+        """A gateway that has a copy of the indexer's index."""
+        address = self.indexer[1]
+        process = self.fleet.gateway("gateway", {"source": "service", "service": {"addresses": [address]}})
+        self.figures |= self.full(process).figures("snapshot", self.copies)
+        return process
+
+    def full(self, process: Served) -> Started:
+        until(lambda: process.metric(ENTRIES) == self.copies, process)
+        took_s, cpu_s, peak_mb = time.monotonic() - process.began_s, process.cpu_s(), process.peak_mb()
+        time.sleep(_SETTLED_S)
+        return Started(took_s, cpu_s, peak_mb, process.rss_mb())
+
+
+def starts(shared: Shared) -> dict[str, float]:
+    """An indexer by replay, and a gateway from the indexer's snapshot."""
+    assert shared.follower  # noqa: S101 - which needs the indexer
+    return {name: value for name, value in shared.figures.items() if name.startswith(("replay", "snapshot", "dynamo"))}
+
+
+def steady(shared: Shared) -> dict[str, float]:
+    """CPU time while nothing changes and while `rate` blocks a second do, half of them stored, half removed."""
+    follower, (indexer, _) = shared.follower, shared.indexer
+    watched: dict[str, Process] = {"indexer": indexer, "gateway": follower}
+    if shared.dynamo is not None:
+        watched["dynamo"] = shared.dynamo.process
+    options = shared.options
+    out: dict[str, float] = {}
+    idle, _ = _shares(watched, lambda: time.sleep(options.seconds))
+    busy, told = _shares(watched, lambda: shared.fleet.run(options.rate, options.seconds))
+    changed = told["blocks"] / told["elapsed_s"]
+    out["steady_changes_per_s"] = changed
+    for name in watched:
+        out[f"{name}_idle_cores"] = idle[name]
+        out[f"{name}_steady_cores"] = busy[name]
+        out[f"{name}_us_per_change"] = max(0.0, busy[name] - idle[name]) / changed * 1e6
+    for process in (indexer, follower):
+        until(lambda it=process: it.metric(ENTRIES) == shared.copies, process)
+    return out
+
+
+def fanout(shared: Shared) -> dict[str, float]:
+    """What one more watcher costs the indexer: `followers` of them, and none, at the same rate."""
+    indexer, address = shared.indexer
+    options = shared.options
+    watchers = shared.fleet.start("watchers", [sys.executable, "-m", "gateway.measure", "watch", address])
+    spent: dict[int, float] = {}
+    for n in (0, options.followers):
+        watchers.ask(str(n))
+        found, told = _shares({"indexer": indexer}, lambda: shared.fleet.run(options.rate, options.seconds))
+        spent[n] = found["indexer"] / (told["blocks"] / told["elapsed_s"])
+    read_bytes = watchers.ask("0")["read_bytes"] / options.followers
+    shared.fleet.stop(watchers)
+    return {
+        "fanout_us_per_change": max(0.0, spent[options.followers] - spent[0]) / options.followers * 1e6,
+        "fanout_bytes_per_change": read_bytes / told["blocks"],
+    }
+
+
+def matches(shared: Shared) -> dict[str, float]:
+    """Prompts that are held, asked by one client and by several; of dynamo.indexer the same ones."""
+    indexer, address = shared.indexer
+    options, held = shared.options, shared.options.held
+    text = msgspec.json.encode(held).decode()
+    asking = shared.fleet.start("questions", [sys.executable, "-m", "gateway.measure", "ask", text, address])
+    asking.answer()
+    out: dict[str, float] = {"match_tokens": float(held.prompt_blocks * 16)}
+    for kind in ("keys", "tokens"):
+        for clients in (1, options.clients):
+            cpu_s = indexer.cpu_s()
+            told = asking.ask(f"{kind} {clients} {options.seconds / 2}")
+            out |= _of_load(f"match_{kind}_{clients}", told, indexer.cpu_s() - cpu_s)
+    shared.fleet.stop(asking)
+    if shared.dynamo is not None:
+        out |= _of_dynamo(shared, shared.dynamo)
+        for kind in ("keys", "tokens"):
+            name = f"match_{kind}_{options.clients}_per_s"
+            out[f"{name}_over_dynamo"] = out[name] / out[f"dynamo_{name}"]
+    return out
+
+
+def _of_dynamo(shared: Shared, peer: Dynamo) -> dict[str, float]:
+    options = shared.options
+    holders = min(options.held.sharers, options.held.workers)
+    prompts = list(questions(options.held, _QUESTIONS))
+    out: dict[str, float] = {}
+    for kind in ("keys", "tokens"):
+        bodies = peer.bodies(kind, prompts)
+        for clients in (1, options.clients):
+            cpu_s = peer.process.cpu_s()
+            told = asyncio.run(peer.load(bodies, clients, options.seconds / 2, holders))
+            out |= _of_load(f"dynamo_match_{kind}_{clients}", told, peer.process.cpu_s() - cpu_s)
+    return out
+
+
+def _of_load(name: str, told: dict[str, float], cpu_s: float) -> dict[str, float]:
+    return {
+        f"{name}_per_s": told["per_s"],
+        f"{name}_p50_ms": told["p50_ms"],
+        f"{name}_p99_ms": told["p99_ms"],
+        f"{name}_cpu_us": cpu_s / told["answers"] * 1e6,
+    }
+
+
+def redis(shared: Shared) -> dict[str, float]:
+    """All of it written to Redis once, and a gateway that starts from there."""
+    fleet = shared.fleet
+    url = fleet.redis()
+    if url is None:
+        return {}
+    workers = fleet.file("workers.json", msgspec.json.encode(fleet.workers).decode())
+    keeping = [sys.executable, "-m", "gateway.measure", "keep", str(workers), str(shared.copies), url]
+    writer = fleet.start("the writer to Redis", keeping)
+    wrote = writer.answer()
+    fleet.stop(writer)
+    gateway = fleet.gateway("gateway with Redis", {}, url)
+    figures = shared.full(gateway).figures("redis", shared.copies)
+    replayed = gateway.metric("warmroute_event_batches_total") or 0.0
+    fleet.stop(gateway)
+    return {
+        "redis_write_us_per_copy": wrote["cpu_s"] / shared.copies * 1e6,
+        "redis_write_s": wrote["wrote_s"],
+        "redis_bytes_per_copy_kept": wrote["bytes"] / shared.copies,
+        "redis_replayed_share": replayed / fleet.batches,
+        **figures,
+    }
+
+
+def _shares(processes: dict[str, Process], run: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """Cores that each of them has used while it ran, and what came of it."""
+    began_s = time.monotonic()
+    before = {name: process.cpu_s() for name, process in processes.items()}
+    told = run()
+    elapsed_s = time.monotonic() - began_s
+    return {name: (process.cpu_s() - before[name]) / elapsed_s for name, process in processes.items()}, told
