@@ -9,7 +9,7 @@ indexer that starts by replay, a gateway that starts from the indexer's snapshot
 blocks come and go. `fanout`: what one more watcher costs the indexer. `match`: prompts looked up over gRPC, beside
 `dynamo.indexer` over the same events with --peers-venv. `redis`: a gateway that starts from what Redis keeps.
 
-
+`sizes`: what to run at which size, computed from what --keep has kept of an earlier run of those parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from bench.scale import cells, exchange, index, quality, replicas
+from bench.scale import cells, exchange, index, kept, quality, replicas, sizes
 from bench.scale.exchange import Settings
 from bench.scale.held import Held
 from bench.scale.judged import judge
@@ -90,6 +90,11 @@ def _of_index(measure: Callable[[index.Shared], dict[str, float]]) -> Part:
     return part
 
 
+def compute_sizes(options: argparse.Namespace, shared: index.Shared) -> Found:
+    load = sizes.Load(requests_per_s=options.gpu_requests, new_tokens_per_s=options.gpu_tokens)
+    return Found(list(sizes.lines(kept.read(options.figures), load)), {}, [])
+
+
 PARTS: dict[str, Part] = {
     "quality": measure_quality,
     "start": _of_index(index.starts),
@@ -97,6 +102,7 @@ PARTS: dict[str, Part] = {
     "fanout": _of_index(index.fanout),
     "match": _of_index(index.matches),
     "redis": _of_index(index.redis),
+    "sizes": compute_sizes,
 }
 """Each takes the options and what parts share; its figures are named so that they are told apart from other parts'."""
 
@@ -124,6 +130,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clients", type=_count, default=how.clients, help="of several that ask at once")
     parser.add_argument("--followers", type=_count, default=how.followers, help="watchers beside none")
     parser.add_argument("--peers-venv", type=Path, metavar="DIR", help="an environment with ai-dynamo-runtime in it")
+    load = sizes.Load()
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep the figures there, for sizes")
+    parser.add_argument("--figures", type=Path, metavar="FILE", default=kept.MEASURED, help="what sizes goes by")
+    parser.add_argument("--gpu-requests", type=_amount, default=load.requests_per_s, help="a second, for sizes")
+    parser.add_argument("--gpu-tokens", type=_amount, default=load.new_tokens_per_s, help="computed a second, likewise")
     parser.add_argument("--jobs", type=_count, metavar="N", default=cores(), help="processes (default: one per CPU)")
     parser.add_argument("--cache", type=Path, metavar="FILE", help="keep finished runs there, and use those of before")
     parser.add_argument("--verbose", action="store_true", help="a line for each run, on standard error")
@@ -180,6 +191,7 @@ def main(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     options.seeds = options.seeds or (1 if options.quick else _SEEDS)
     found: dict[str, Found] = {}
+    used = {"machine": kept.machine(), "arguments": list(args)}
     try:
         with stopped_alike(), ExitStack() as stack:
             shared = stack.enter_context(index.Shared(_of_fleet(options)))
@@ -187,10 +199,13 @@ def main(args: Sequence[str]) -> int:
                 if not options.only or name in options.only:
                     found[name] = measure(options, shared)
                     print("\n".join(found[name].lines), flush=True)
+        figures = {key: value for part in found.values() for key, value in part.figures.items()}
+        if options.keep is not None:
+            kept.write(options.keep, figures, used)
     except OSError as exc:
         print(f"bench scale: error: {exc.filename or 'system'}: {exc.strerror or exc}", file=sys.stderr)
         return 2
-    except RuntimeError as exc:
+    except (RuntimeError, ValueError, KeyError) as exc:
         print(f"bench scale: error: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -202,6 +217,5 @@ def main(args: Sequence[str]) -> int:
         verdict = {True: "met ", False: "MISS", None: "none"}[target["met"]]
         print(f"{verdict} {target['name']}: {target['measured']} (goal {target['goal']})")
     if options.json:
-        figures = {key: value for part in found.values() for key, value in part.figures.items()}
         print(json.dumps({"bench": "scale", "figures": figures, "targets": judged}))
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import socket
@@ -26,6 +25,8 @@ START_S = 600.0
 _POLL_S = 0.25
 _STOP_S = 30.0
 _BUDGET_BYTES = 64 << 30
+SCRAPE_S = 5.0
+"""Each worker's pages are read once in so long: the engines' process, which serves all of them, is one core."""
 
 
 class Process:
@@ -192,7 +193,13 @@ class Fleet:
 
     def _serve(self, name: str, command: str, metrics_port: int, sections: dict[str, Any]) -> Served:
         index = {**sections.pop("index", {}), "budget_bytes": _BUDGET_BYTES}
-        config = {**sections, "workers": self.workers, "index": index, "logging": {"level": "warning"}}
+        config = {
+            **sections,
+            "workers": self.workers,
+            "index": index,
+            "health": {"scrape_interval_s": SCRAPE_S},
+            "logging": {"level": "warning"},
+        }
         path = self.file(f"{name}.yaml", json.dumps(config))
         self.say(f"starting {name}")
         started = [sys.executable, "-m", "gateway", command, "--config", str(path)]
@@ -227,7 +234,3 @@ def free_ports(n: int) -> list[int]:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def processors() -> int:
-    return len(os.sched_getaffinity(0))

@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 
 from bench.scale.dynamo import Dynamo
-from bench.scale.fleet import Fleet, Process, Served, until
+from bench.scale.fleet import SCRAPE_S, Fleet, Process, Served, until
 from bench.scale.held import Held, questions
 
 ENTRIES = "warmroute_index_entries"
 _SETTLED_S = 2.0
+_LOOK_S = 1.0
+"""Between two looks at whether a process has all; with many workers its page of metrics takes time to make."""
 _QUESTIONS = 64
 
 
@@ -118,7 +120,7 @@ class Shared:
         return process
 
     def full(self, process: Served) -> Started:
-        until(lambda: process.metric(ENTRIES) == self.copies, process)
+        until(lambda: process.metric(ENTRIES) == self.copies, process, poll_s=_LOOK_S)
         took_s, cpu_s, peak_mb = time.monotonic() - process.began_s, process.cpu_s(), process.peak_mb()
         time.sleep(_SETTLED_S)
         return Started(took_s, cpu_s, peak_mb, process.rss_mb())
@@ -127,13 +129,14 @@ class Shared:
 def starts(shared: Shared) -> dict[str, float]:
     """An indexer by replay, and a gateway from the indexer's snapshot."""
     assert shared.follower  # noqa: S101 - which needs the indexer
-    return {name: value for name, value in shared.figures.items() if name.startswith(("replay", "snapshot", "dynamo"))}
+    return {"workers": float(shared.options.held.workers), "copies": float(shared.copies), **shared.figures}
 
 
 def steady(shared: Shared) -> dict[str, float]:
     """CPU time while nothing changes and while `rate` blocks a second do, half of them stored, half removed."""
     follower, (indexer, _) = shared.follower, shared.indexer
     watched: dict[str, Process] = {"indexer": indexer, "gateway": follower}
+    time.sleep(SCRAPE_S)
     if shared.dynamo is not None:
         watched["dynamo"] = shared.dynamo.process
     options = shared.options
@@ -145,6 +148,7 @@ def steady(shared: Shared) -> dict[str, float]:
     for name in watched:
         out[f"{name}_idle_cores"] = idle[name]
         out[f"{name}_steady_cores"] = busy[name]
+        out[f"{name}_us_per_reading"] = idle[name] * SCRAPE_S / options.held.workers * 1e6
         out[f"{name}_us_per_change"] = max(0.0, busy[name] - idle[name]) / changed * 1e6
     for process in (indexer, follower):
         until(lambda it=process: it.metric(ENTRIES) == shared.copies, process)

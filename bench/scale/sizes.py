@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU microseconds and bytes, each of one: block that changes, worker that is scraped for a second, request, chunk,
+    """CPU microseconds and bytes, each of one: block that changes, worker whose pages are read (once a second), request, chunk,
     copy of a block.
     """
 
@@ -56,13 +56,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, figures: Mapping[str, float]) -> Costs:
         """Raises KeyError for one that is not there."""
-        workers = figures["workers"]
         return cls(
             indexer_us_per_change=figures["indexer_us_per_change"],
             copy_us_per_change=figures["gateway_us_per_change"],
             fanout_us_per_change=figures["fanout_us_per_change"],
-            indexer_us_per_worker=figures["indexer_idle_cores"] / workers * 1e6,
-            gateway_us_per_worker=figures["gateway_idle_cores"] / workers * 1e6,
+            indexer_us_per_worker=figures["indexer_us_per_reading"],
+            gateway_us_per_worker=figures["gateway_us_per_reading"],
             start_us_per_copy=figures["replay_start_us_per_copy"],
             snapshot_us_per_copy=figures["snapshot_start_us_per_copy"],
             bytes_per_copy=figures["snapshot_bytes_per_copy"],

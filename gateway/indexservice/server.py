@@ -260,7 +260,10 @@ class IndexServer:
         try:
             while waiting:
                 for holder in waiting:
-                    for section in await asyncio.to_thread(self._sections, holder):
+                    reading = asyncio.ensure_future(asyncio.to_thread(self._sections, holder))
+                    while not (await asyncio.wait({reading}, timeout=_HEARTBEAT_S))[0]:
+                        yield pb.Update(sequence=at).SerializeToString(), at
+                    for section in reading.result():
                         yield section, at
                     told.add(holder)
                     while history.sequence != at:

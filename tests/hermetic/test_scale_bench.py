@@ -11,7 +11,7 @@ from bench.scale import command
 
 
 def test_replicas_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    args = ["--quick", "--json", "--replicas", "1,8", "--jobs", "1", "--cache", str(tmp_path / "kept")]
+    args = ["--quick", "--json", "--only", "quality", "--replicas", "1,8", "--jobs", "1", "--cache", str(tmp_path / "kept")]
     assert command.main(args) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     for name in ("round-robin", "1 replica", "8 replicas, sync", "8 replicas, apart"):

@@ -14,12 +14,11 @@ from indexer import PrefixIndex, decode_batch
 
 HELD = Held(workers=6, blocks=400, sharers=3, prompt_blocks=64)
 FIGURES = {
-    "workers": 512.0,
     "indexer_us_per_change": 5.0,
     "gateway_us_per_change": 3.0,
     "fanout_us_per_change": 0.05,
-    "indexer_idle_cores": 0.2,
-    "gateway_idle_cores": 0.2,
+    "indexer_us_per_reading": 400.0,
+    "gateway_us_per_reading": 400.0,
     "replay_start_us_per_copy": 5.0,
     "snapshot_start_us_per_copy": 3.0,
     "snapshot_bytes_per_copy": 200.0,

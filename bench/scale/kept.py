@@ -1,0 +1,45 @@
+"""Figures of an earlier run, from which sizes are computed where this run has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+MEASURED = Path(__file__).with_name("measured.json")
+"""The run that docs/scaling.md shows."""
+PROXY = Path(__file__).resolve().parents[2] / "docs" / "proxy-benchmark.md"
+_ROWS = {
+    "gateway_request_us": "### 64 KB bodies, 32 at a time",
+    "gateway_chunk_us": "### 64 streams x 200 chunks, one every 10 ms",
+}
+
+
+def proxy_costs(page: str) -> dict[str, float]:
+    """What `python -m bench proxy` found that a gateway takes for a request and a chunk. Raises ValueError."""
+    out = {}
+    for name, head in _ROWS.items():
+        found = re.search(r"^\| ours \| ([\d,.]+) \|", page.partition(head)[2], re.MULTILINE)
+        if found is None:
+            raise ValueError(f"no figure of ours below {head!r}")
+        out[name] = float(found[1].replace(",", ""))
+    return out
+
+
+def read(path: Path) -> dict[str, float]:
+    """Raises OSError, and ValueError for what is no such file."""
+    figures: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return figures
+
+
+def write(path: Path, figures: Mapping[str, float], used: Mapping[str, object]) -> None:
+    """With the costs of the proxy, where there is a checkout. Raises OSError."""
+    proxied = proxy_costs(PROXY.read_text(encoding="utf-8")) if PROXY.exists() else {}
+    rounded = {name: float(f"{value:.4g}") for name, value in {**figures, **proxied}.items()}
+    path.write_text(json.dumps({"used": used, "figures": rounded}, indent=1) + "\n", encoding="utf-8")
+
+
+def machine() -> str:
+    return f"{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[0]:.1f} before it began"
