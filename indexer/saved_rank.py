@@ -27,8 +27,8 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class SavedPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one tier, KV-cache group and block size. `hashes` and `keys` are as many uint64. A block's parent is the
-    block before it, but where `parents` has its number and its parent's key, two uint64 each.
+    """Blocks of one tier, KV-cache group and block size. `hashes` and `keys` are as many uint64. A block's parent is
+    the block before it, but where `parents` has its number and its parent's key, two uint64 each.
     """
 
     tier: Annotated[int, Meta(ge=0, lt=len(TIER_NAMES))]

@@ -39,7 +39,12 @@ class Dynamo:
         self.process: Process = fleet.start("dynamo.indexer", command)
         until(self._is_up, self.process)
         for number, worker in enumerate(fleet.workers):
-            body = {"instance_id": number + 1, "endpoint": worker["events"], "model_name": _MODEL, "block_size": BLOCK_SIZE}
+            body = {
+                "instance_id": number + 1,
+                "endpoint": worker["events"],
+                "model_name": _MODEL,
+                "block_size": BLOCK_SIZE,
+            }
             status, text = self._call("POST", "/register", body)
             if status not in (200, 201):
                 raise RuntimeError(f"dynamo.indexer does not follow {worker['name']}: {status} {text[:200]!r}")

@@ -33,11 +33,10 @@ _MOST_SOCKETS = 16_384
 
 
 class Pages(asyncio.Protocol):
-    """The pages of an idle engine: the same for each worker."""
+    """The pages of an idle engine, as whole answers: the same for each worker."""
 
-    answers: dict[bytes, bytes] = {}
-
-    def __init__(self) -> None:
+    def __init__(self, answers: dict[bytes, bytes]) -> None:
+        self._answers = answers
         self._seen = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -49,7 +48,7 @@ class Pages(asyncio.Protocol):
         while (end := self._seen.find(b"\r\n\r\n")) >= 0:
             path = self._seen.split(b" ", 2)[1]
             self._seen = self._seen[end + 4 :]
-            self._transport.write(self.answers.get(path, b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"))
+            self._transport.write(self._answers.get(path, b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"))
 
 
 async def _read_pages() -> dict[bytes, bytes]:
@@ -63,10 +62,10 @@ async def _read_pages() -> dict[bytes, bytes]:
     return answers
 
 
-async def _serve_pages(sockets: list[socket.socket], ready: threading.Event) -> None:
+async def _serve_pages(answers: dict[bytes, bytes], sockets: list[socket.socket], ready: threading.Event) -> None:
     loop = asyncio.get_running_loop()
     for each in sockets:
-        await loop.create_server(Pages, sock=each)
+        await loop.create_server(lambda: Pages(answers), sock=each)
     ready.set()
     await asyncio.Event().wait()
 
@@ -153,8 +152,8 @@ def main(text: str) -> None:
     held = msgspec.json.decode(text, type=Held)
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(held.workers)]
     ready = threading.Event()
-    Pages.answers = asyncio.run(_read_pages())
-    threading.Thread(target=lambda: asyncio.run(_serve_pages(listening, ready)), daemon=True).start()
+    pages = asyncio.run(_read_pages())
+    threading.Thread(target=lambda: asyncio.run(_serve_pages(pages, listening, ready)), daemon=True).start()
     engines = Engines(held)
     ready.wait()
     workers = [

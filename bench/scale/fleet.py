@@ -32,13 +32,13 @@ SCRAPE_S = 5.0
 class Process:
     """A child that is ended with the measurement. Its CPU time and memory are those of the one process it is."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, **options: Any) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name = name
         self.log = log
         self.began_s = time.monotonic()
         with log.open("wb") as errors:
             self._process = subprocess.Popen(  # noqa: S603
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, **options
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
         self.pid = self._process.pid
 
@@ -151,9 +151,9 @@ class Fleet:
     def say(self, text: str) -> None:
         self._told(text)
 
-    def start(self, name: str, command: Sequence[str], **options: Any) -> Process:
+    def start(self, name: str, command: Sequence[str]) -> Process:
         self.say(f"starting {name}")
-        process = Process(name, command, self._log(name), **options)
+        process = Process(name, command, self._log(name))
         self._stack.callback(process.stop)
         return process
 
@@ -177,7 +177,7 @@ class Fleet:
             return None
         (port,) = free_ports(1)
         quiet = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self._folder))
-        process = self.start("redis", [binary, "--port", str(port), *quiet], stdin=subprocess.DEVNULL)
+        process = self.start("redis", [binary, "--port", str(port), *quiet])
         until(lambda: _listens(port), process)
         return f"redis://127.0.0.1:{port}"
 

@@ -1,4 +1,4 @@
-"""What the workers of a large fleet hold, and what they say of it: made from a seed, so that who asks need not be told."""
+"""What the workers of a large fleet hold, and what they say of it; made from a seed, so that who asks knows it too."""
 
 from __future__ import annotations
 
@@ -97,9 +97,7 @@ def _chain(seed: str, blocks: int, parent: int | None) -> tuple[list[int], list[
     payloads = []
     for i in range(0, blocks, BLOCKS_PER_BATCH):
         part = hashes[i : i + BLOCKS_PER_BATCH]
-        payloads.append(
-            frame(part, parent, ids[i * BLOCK_SIZE : (i + len(part)) * BLOCK_SIZE], BLOCKS_PER_BATCH)
-        )
+        payloads.append(frame(part, parent, ids[i * BLOCK_SIZE : (i + len(part)) * BLOCK_SIZE], BLOCKS_PER_BATCH))
         parent = part[-1]
     return hashes, payloads
 

@@ -77,30 +77,28 @@ class Shared:
     def copies(self) -> int:
         return self.options.held.copies
 
-    @cached_property
+    @property
     def fleet(self) -> Fleet:
         """Its engines have sent all that they hold; dynamo.indexer has heard it, if it is there."""
+        return self._followed[0]
+
+    @property
+    def dynamo(self) -> Dynamo | None:
+        return self._followed[1]
+
+    @cached_property
+    def _followed(self) -> tuple[Fleet, Dynamo | None]:
         fleet = self._stack.enter_context(Fleet(self.options.held, told=self.options.told))
-        if self.options.peers is not None:
-            self._dynamo = Dynamo(fleet, self.options.peers)
+        peer = None if self.options.peers is None else Dynamo(fleet, self.options.peers)
         batches = fleet.fill()
-        if self._dynamo is not None:
-            peer = self._dynamo
-            began_s, cpu_s = time.monotonic(), peer.process.cpu_s()
+        if peer is not None:
             until(lambda: peer.applied() >= batches, peer.process)
-            fleet.say(f"dynamo.indexer has it {time.monotonic() - began_s:.1f} s after all was sent ({cpu_s:.1f} CPU s)")
             self.figures |= {
                 "dynamo_fill_us_per_copy": peer.process.cpu_s() / self.copies * 1e6,
                 "dynamo_rss_mb": peer.process.rss_mb(),
                 "dynamo_bytes_per_copy": peer.process.rss_mb() * 1e6 / self.copies,
             }
-        return fleet
-
-    _dynamo: Dynamo | None = None
-
-    @property
-    def dynamo(self) -> Dynamo | None:
-        return self._dynamo if self.fleet else None
+        return fleet, peer
 
     @cached_property
     def indexer(self) -> tuple[Served, str]:
@@ -119,7 +117,12 @@ class Shared:
         self.figures |= self.full(process).figures("snapshot", self.copies)
         return process
 
+    def have(self) -> None:
+        """Start what is followed and who follows."""
+        _ = self.follower
+
     def full(self, process: Served) -> Started:
+        """Once it knows all."""
         until(lambda: process.metric(ENTRIES) == self.copies, process, poll_s=_LOOK_S)
         took_s, cpu_s, peak_mb = time.monotonic() - process.began_s, process.cpu_s(), process.peak_mb()
         time.sleep(_SETTLED_S)
@@ -128,7 +131,7 @@ class Shared:
 
 def starts(shared: Shared) -> dict[str, float]:
     """An indexer by replay, and a gateway from the indexer's snapshot."""
-    assert shared.follower  # noqa: S101 - which needs the indexer
+    shared.have()
     return {"workers": float(shared.options.held.workers), "copies": float(shared.copies), **shared.figures}
 
 
@@ -150,8 +153,7 @@ def steady(shared: Shared) -> dict[str, float]:
         out[f"{name}_steady_cores"] = busy[name]
         out[f"{name}_us_per_reading"] = idle[name] * SCRAPE_S / options.held.workers * 1e6
         out[f"{name}_us_per_change"] = max(0.0, busy[name] - idle[name]) / changed * 1e6
-    for process in (indexer, follower):
-        until(lambda it=process: it.metric(ENTRIES) == shared.copies, process)
+    until(lambda: all(it.metric(ENTRIES) == shared.copies for it in (indexer, follower)), indexer, follower)
     return out
 
 

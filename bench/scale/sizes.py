@@ -9,7 +9,18 @@ from typing import NamedTuple
 import msgspec
 
 SIZES = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
-HEADS = ("GPUs", "requests/s", "changes/s", "cells", "indexers", "gateways", "cores", "GB each", "start s", "first to give")
+HEADS = (
+    "GPUs",
+    "requests/s",
+    "changes/s",
+    "cells",
+    "indexers",
+    "gateways",
+    "cores",
+    "GB each",
+    "start s",
+    "first to give",
+)
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +49,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU microseconds and bytes, each of one: block that changes, worker whose pages are read (once a second), request, chunk,
-    copy of a block.
+    """CPU microseconds and bytes, each of one: block that changes, worker whose pages are read (once a second),
+    request, chunk, copy of a block.
     """
 
     indexer_us_per_change: float

@@ -1,7 +1,7 @@
 """`python -m gateway.measure front MODEL ROUNDS` and `... stall MODEL WINDOWS WINDOW_S`: one JSON object on stdout.
 
 `... indexer WORKERS BLOCKS SECONDS` does so too, beside a process of `... serve-indexer WORKERS BLOCKS SOCKET`.
-`... ask HELD ADDRESS`, `... watch ADDRESS` and `... keep WORKERS COPIES REDIS_URL` are parts of `python -m bench scale`.
+`... ask HELD ADDRESS`, `... watch ADDRESS` and `... keep WORKERS COPIES REDIS_URL` are of `python -m bench scale`.
 `... picker PORT seen|unseen fast|grpcio ENDPOINT...` is the picker of `python -m bench epp` until it is told to stop.
 """
 

@@ -1,4 +1,4 @@
-"""An indexer asked by several clients at once, watched by many, and its index kept in Redis, for `python -m bench scale`.
+"""An indexer asked by several clients, watched by many, its index kept in Redis: for `python -m bench scale`.
 
 Each is a process that takes its orders from stdin and answers with a line of JSON.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import statistics
 import sys
 import time
@@ -50,7 +49,7 @@ async def _ask(held_text: str, address: str) -> None:
         asked["tokens"].append(pb.MatchRequest(token_ids=ids).SerializeToString())
     sharers = min(held.sharers, held.workers)
     async with _channel(address) as channel:
-        method = channel.unary_unary(f"/{SERVICE}/Match", None, pb.MatchResponse.FromString)
+        method: Any = channel.unary_unary(f"/{SERVICE}/Match", None, pb.MatchResponse.FromString)
         for kind in asked.values():
             answer = await method(kind[0])
             if len(answer.holdings) != sharers:
@@ -91,7 +90,7 @@ async def _watch(address: str) -> None:
 
     async def follow(channel: grpc.aio.Channel, at: pb.StatsResponse, begun: asyncio.Event) -> None:
         nonlocal read_bytes
-        watch = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, None)
+        watch: Any = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, None)
         async for update in watch(pb.WatchRequest(instance=at.instance, sequence=at.sequence)):
             begun.set()
             read_bytes += len(update)
@@ -109,7 +108,9 @@ async def _watch(address: str) -> None:
         told, read_bytes = read_bytes, 0
         watching = []
         for channel, each in zip(channels, begun, strict=True):
-            stats = channel.unary_unary(f"/{SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString)
+            stats: Any = channel.unary_unary(
+                f"/{SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
+            )
             watching.append(asyncio.create_task(follow(channel, await stats(pb.StatsRequest()), each)))
         await asyncio.gather(*(each.wait() for each in begun))
         print(json.dumps({"watching": len(channels), "read_bytes": told}), flush=True)

@@ -57,7 +57,9 @@ _HEAD = bytes([codec.VERSION])
 class Snapshots:
     """`turn` again and again writes, if it is ours to; `read` once for a worker before its events are followed."""
 
-    def __init__(self, writer: str, keys: Keys, ingest: EventIngest, counts: Counts, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, writer: str, keys: Keys, ingest: EventIngest, counts: Counts, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._name = writer.encode()
         self._keys = keys
         self._ingest = ingest
