@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from bench.scale import cells, exchange, index, kept, quality, replicas, sizes
+from bench.scale import cells, exchange, index, kept, quality, replicas, sizes, tables
 from bench.scale.exchange import Settings
 from bench.scale.held import Held
 from bench.scale.judged import judge
@@ -92,7 +92,8 @@ def _of_index(measure: Callable[[index.Shared], dict[str, float]]) -> Part:
 
 def compute_sizes(options: argparse.Namespace, shared: index.Shared) -> Found:
     load = sizes.Load(requests_per_s=options.gpu_requests, new_tokens_per_s=options.gpu_tokens)
-    return Found(list(sizes.lines(kept.read(options.figures), load)), {}, [])
+    figures = kept.read(options.figures)
+    return Found([*tables.lines(figures), *sizes.lines(figures, load)], {}, [])
 
 
 PARTS: dict[str, Part] = {

@@ -28,7 +28,13 @@ from scorer.planner import Planner
 _log = logging.getLogger(__name__)
 _READ_AT_ONCE = 4
 _LONGEST_READ_S = 3.0
-"""So long the events of a worker are not followed because of what others may have kept of it."""
+"""So long may what others have kept of a worker take to read."""
+_UNREAD_S = 30.0
+"""After one that took longer nobody tries for so long."""
+_LONGEST_WAIT_S = 30.0
+"""So long at most the events of a worker are not followed because others are read before it. To replay them all, as is
+done then, takes longer where so many wait.
+"""
 
 
 class Replicas:
@@ -65,6 +71,8 @@ class Replicas:
         self.snapshots = None if ingest is None else Snapshots(self.writer, keys, ingest, self.counts)
         """None where an indexer follows the engines, which has its own."""
         self._reading = asyncio.Semaphore(_READ_AT_ONCE)
+        self._unread_until_s = 0.0
+        """Until then nothing is read: it would not be had soon."""
         self._stored = stored
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -114,15 +122,27 @@ class Replicas:
         if self.snapshots is None or self._hearing.problem is not None:
             return {}
         try:
-            async with asyncio.timeout(_LONGEST_READ_S), self._reading:
+            async with asyncio.timeout(_LONGEST_WAIT_S):
+                await self._reading.acquire()
+        except TimeoutError:
+            self.counts.failed("slow")
+            return {}
+        loop = asyncio.get_running_loop()
+        try:
+            if loop.time() < self._unread_until_s:
+                return {}
+            async with asyncio.timeout(_LONGEST_READ_S):
                 client = self._connect(self._op_timeout_s)
                 try:
                     return await self.snapshots.read(client, worker, ranks)
                 finally:
                     await client.aclose()
         except Exception as exc:
+            self._unread_until_s = loop.time() + _UNREAD_S
             self.counts.failed(failure(exc, self._config.mode))
             return {}
+        finally:
+            self._reading.release()
 
     def degraded(self) -> Iterator[tuple[str, str]]:
         """(kind, what is wrong and what to do)"""
