@@ -75,16 +75,29 @@ class ModelList:
 
     async def page(self, request: web.BaseRequest) -> web.Response:
         """GET /v1/models and GET /v1/models/{id}."""
+        headers = request_headers(request.raw_headers)
+        visit = self._visit(headers)
+        try:
+            response = await self._page(request, headers, visit)
+        except ApiError as exc:
+            response = exc.response()
+        if visit is not None:
+            response.headers.update(visit.headers())
+        return response
+
+    def _visit(self, headers: CIMultiDict[str]) -> Visit | None:
+        if self._door is None:
+            return None
+        try:
+            return self._door.identify(headers)
+        except BadRequest as exc:
+            raise ApiError(400, str(exc), code=exc.code) from None
+
+    async def _page(self, request: web.BaseRequest, headers: CIMultiDict[str], visit: Visit | None) -> web.Response:
         path = target_of(request).partition("?")[0]
         if request.method != "GET":
             raise errors.method_not_allowed(request.method, path, frozenset({"GET"}))
-        headers = request_headers(request.raw_headers)
-        visit: Visit | None = None
-        if self._door is not None:
-            try:
-                visit = self._door.identify(headers)
-            except BadRequest as exc:
-                raise ApiError(400, str(exc), code=exc.code) from None
+        if visit is not None:
             # Lists count as nothing: a header more may not ask the whole fleet again.
             headers = CIMultiDict((name, headers[name]) for name in _OURS if name in headers)
         cards = await asyncio.shield(self._union(headers))

@@ -92,7 +92,8 @@ async def test_no_key_is_in_logs_metrics_or_pages(file: Path, caplog: pytest.Log
 
 
 async def test_a_list_of_models_has_those_of_the_key(file: Path) -> None:
-    (some, a), (every, b), (none, c) = made("a", models=("l*",)), made("b"), made("c", models=("no",))
+    some, a = made("a", models=("l*",), requests_per_minute=60)
+    (every, b), (none, c) = made("b"), made("c", models=("no",))
     write_keys(file, a, b, c)
     lora = engine(aliases=("large",))
     async with Fleet(a=lora, auth=AuthConfig(keys_file=str(file))) as fleet:
@@ -105,6 +106,7 @@ async def test_a_list_of_models_has_those_of_the_key(file: Path) -> None:
         for model, expected in (("large", 200), ("tiny", 404)):
             async with fleet.http.get(f"{fleet.url}/v1/models/{model}", headers=bearer(some)) as response:
                 assert response.status == expected
+                assert response.headers["x-ratelimit-remaining-requests"] == "60"
         async with fleet.http.get(fleet.url + "/v1/models") as response:
             assert response.status == 401
             assert response.headers["WWW-Authenticate"] == "Bearer"

@@ -105,7 +105,7 @@ class Two:
 
 @pytest.mark.parametrize("case", BAD_PREFILLS)
 async def test_a_bad_prefill_goes_to_the_next_worker(case: str) -> None:
-    async with Two(case, pd(prefill_timeout_s=0.2)) as it:
+    async with Two(case, pd(prefill_timeout_s=1.0)) as it:
         told = await it.ask()
         assert told.text == "right"
         assert told.went == ("remote", "hint")
@@ -119,7 +119,7 @@ async def test_a_bad_prefill_goes_to_the_next_worker(case: str) -> None:
 
 @pytest.mark.parametrize("case", BAD_PREFILLS)
 async def test_with_no_next_worker_the_decode_worker_computes_the_prompt(case: str) -> None:
-    async with Two(case, pd(prefill_timeout_s=0.2), second=False) as it:
+    async with Two(case, pd(prefill_timeout_s=1.0), second=False) as it:
         told = await it.ask()
         assert told.text == "right"
         assert told.went == ("local", it.reason)
@@ -158,7 +158,7 @@ async def test_what_is_done_about_a_failure_is_configured(
 
 @pytest.mark.parametrize(("case", "status"), [("500", 502), ("refused", 502), ("timeout", 504), ("no_params", 502)])
 async def test_without_local_the_last_failure_is_the_requests(case: str, status: int) -> None:
-    async with Two(case, pd(prefill_timeout_s=0.2, on_prefill_failure="next,fail"), second=False) as it:
+    async with Two(case, pd(prefill_timeout_s=1.0, on_prefill_failure="next,fail"), second=False) as it:
         told = await it.ask()
         assert told.status == status
         assert told.outcome["prefiller"] == "p1"

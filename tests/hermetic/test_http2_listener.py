@@ -256,7 +256,7 @@ def test_a_client_that_stays_after_good_bye_is_cut(run: Run) -> None:
 
 @pytest.mark.parametrize("says", [b"", frames.PREFACE[:7], frames.PREFACE])
 def test_a_client_that_says_nothing_is_cut(run: Run, says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "_FIRST_S", 0.1)
+    monkeypatch.setattr(listener_module, "_FIRST_S", 0.5)
 
     async def test() -> None:
         async with serving() as server:
@@ -297,7 +297,7 @@ def test_http_1_over_tls_is_refused(run: Run, authority: trustme.CA, serving_tls
 def test_a_handshake_that_never_ends_is_cut(
     run: Run, says: bytes, authority: trustme.CA, serving_tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "_FIRST_S", 0.5)
+    monkeypatch.setattr(listener_module, "_FIRST_S", 1.5)
 
     async def test() -> None:
         async with serving(serving_tls) as server:

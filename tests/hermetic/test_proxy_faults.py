@@ -186,7 +186,7 @@ async def test_an_answer_that_never_comes_ends_in_504() -> None:
     async with (
         Stub(stalls) as hung,
         Stub(ok) as other,
-        World({"hung": hung.url, "other": other.url}, request_timeout_s=0.3) as world,
+        World({"hung": hung.url, "other": other.url}, request_timeout_s=1.0) as world,
     ):
         world.down.add("other")
         status, body, _ = await world.post(BODY)

@@ -176,7 +176,7 @@ async def test_heads_that_come_in_drops_are_given_up(monkeypatch: pytest.MonkeyP
 
 
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch, stub: Stub) -> None:
-    monkeypatch.setattr(listener, "CLIENT_KEEPALIVE_S", 0.3)
+    monkeypatch.setattr(listener, "CLIENT_KEEPALIVE_S", 1.0)
     async with World({"a": stub.url}, http="fast") as world:
         silent, used = await world.connect(), await world.connect()
         used[1].write(raw_request(RAW))

@@ -110,7 +110,7 @@ async def test_of_several_models_the_first_session_update_chooses(greeted: bool)
 
 
 async def test_who_names_no_model_cannot_hold_a_place_or_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.proxy.realtime._CHOOSING_S", 0.3)
+    monkeypatch.setattr("gateway.proxy.realtime._CHOOSING_S", 1.5)
     monkeypatch.setattr("gateway.proxy.realtime._MOST_HELD_BYTES", 10_000)
     async with Fleet(a=engine(), b=engine(model="other")) as fleet:
         async with fleet.http.ws_connect(fleet.url + PATH) as socket:
@@ -190,7 +190,7 @@ async def test_a_workers_refusal_is_passed_on(status: str, told: int) -> None:
 
 
 async def test_a_worker_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.proxy.realtime._UPGRADE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.proxy.realtime._UPGRADE_TIMEOUT_S", 1.0)
 
     async def hangs(call: Any) -> None:
         await call.wait_hang_up()

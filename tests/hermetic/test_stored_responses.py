@@ -12,6 +12,7 @@ from yarl import URL
 from bench.engine.config import FakeVllmConfig
 from bench.engine.timing import preset
 from gateway.discovery import Source
+from gateway.proxy import holders
 from gateway.stored import Place
 from scorer.types import ChangeKind, WorkerChange
 from tests.support.gateway_world import Fleet, engine, until
@@ -269,12 +270,20 @@ async def test_while_a_worker_cannot_be_asked_nothing_is_said_not_to_be_there() 
         assert response.headers["Retry-After"] == "1"
 
 
-async def test_a_worker_that_hangs_does_not_hide_who_has_it() -> None:
+async def test_a_worker_that_hangs_does_not_hide_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "_TIMEOUT_S", 60.0)
+    a_is_asked = asyncio.Event()
+
     async def hangs(call: Call) -> None:
+        a_is_asked.set()
         await call.wait_hang_up()
 
-    async with Stub(hangs) as a, Stub(answers("r1")) as b, World({"a": a.url, "b": b.url}) as world:
-        async with asyncio.timeout(1.5), world.http.get(world.url + "/v1/responses/r1") as response:
+    async def holds(call: Call) -> None:
+        await a_is_asked.wait()
+        await answers("r1")(call)
+
+    async with Stub(hangs) as a, Stub(holds) as b, World({"a": a.url, "b": b.url}) as world:
+        async with asyncio.timeout(30), world.http.get(world.url + "/v1/responses/r1") as response:
             assert response.status == 200
         await until(lambda: a.calls[0].hung_up.is_set())
 
@@ -287,7 +296,8 @@ async def test_a_wrong_key_is_told_by_a_worker() -> None:
         assert len(world.stored) == 0
 
 
-async def test_unknown_ids_are_not_asked_for_again_and_again() -> None:
+async def test_unknown_ids_are_not_asked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "_UNKNOWN_S", 60.0)
     async with Stub(answers()) as a, Stub(answers()) as b, World({"a": a.url, "b": b.url}) as world:
         for _ in range(5):
             async with world.http.get(world.url + "/v1/responses/r1") as response:

@@ -169,7 +169,7 @@ async def test_ids_of_prompts_and_chats_come_from_the_engine(
 async def test_an_ill_engine_is_estimated_around_left_alone_and_taken_back(
     mood: str, reason: str, engine: StubEngine, session: aiohttp.ClientSession
 ) -> None:
-    service, clock = await make(engine, session, engine_budget_s=0.05 if mood == "slow" else 10.0)
+    service, clock = await make(engine, session, engine_budget_s=0.5 if mood == "slow" else 10.0)
     engine.mood = mood
     for i in range(3):
         tokens = await ask(service, f"prompt {i}")
@@ -236,7 +236,7 @@ async def test_a_refused_chat_is_no_illness(engine: StubEngine, session: aiohttp
 
 
 async def test_a_late_answer_is_hung_up_on(engine: StubEngine, session: aiohttp.ClientSession) -> None:
-    service, _ = await make(engine, session, engine_budget_s=0.05)
+    service, _ = await make(engine, session, engine_budget_s=1.0)
     engine.mood = "slow"
     assert (await ask(service, "x")).reason == "no_local_tokenizer; engine_timeout"
     await until(lambda: engine.cancelled == 1)
@@ -293,7 +293,7 @@ async def test_an_ill_engine_does_not_stop_the_local_tokenizer(
     mood: str, engine: StubEngine, session: aiohttp.ClientSession, folder: Path
 ) -> None:
     engine.mood = mood
-    service, _ = await make(engine, session, folder, check_budget_s=0.05)
+    service, _ = await make(engine, session, folder, check_budget_s=0.5)
     await until(lambda: engine.calls >= 2)
     tokens = await ask(service, "hello world")
     assert (tokens.source, tokens.reason) == ("local", None)
