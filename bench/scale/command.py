@@ -192,6 +192,7 @@ def main(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     options.seeds = options.seeds or (1 if options.quick else _SEEDS)
     found: dict[str, Found] = {}
+    figures: dict[str, float] = {}
     used = {"machine": kept.machine(), "arguments": list(args)}
     try:
         with stopped_alike(), ExitStack() as stack:
@@ -200,9 +201,9 @@ def main(args: Sequence[str]) -> int:
                 if not options.only or name in options.only:
                     found[name] = measure(options, shared)
                     print("\n".join(found[name].lines), flush=True)
-        figures = {key: value for part in found.values() for key, value in part.figures.items()}
-        if options.keep is not None:
-            kept.write(options.keep, figures, used)
+                    figures |= found[name].figures
+                    if options.keep is not None:
+                        kept.write(options.keep, name, found[name].figures, used)
     except OSError as exc:
         print(f"bench scale: error: {exc.filename or 'system'}: {exc.strerror or exc}", file=sys.stderr)
         return 2

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,10 +20,13 @@ from bench.scale.fleet import SCRAPE_S, Fleet, Process, Served, until
 from bench.scale.held import Held, questions
 
 ENTRIES = "warmroute_index_entries"
+BATCHES = "warmroute_event_batches_total"
+COPIED = 'warmroute_event_ingest_total{what="copy_blocks"}'
 _SETTLED_S = 2.0
-_LOOK_S = 1.0
+_LOOK_S = 2.0
 """Between two looks at whether a process has all; with many workers its page of metrics takes time to make."""
 _QUESTIONS = 64
+_TURNS = 2
 
 
 class Options(msgspec.Struct, kw_only=True):
@@ -121,6 +123,13 @@ class Shared:
         """Start what is followed and who follows."""
         _ = self.follower
 
+    def rest(self) -> None:
+        """Until all that was sent is in the index, and in dynamo.indexer."""
+        indexer, peer = self.indexer[0], self.dynamo
+        until(lambda: indexer.metric(BATCHES) == self.fleet.batches, indexer)
+        if peer is not None:
+            until(lambda: peer.applied() >= self.fleet.batches, peer.process)
+
     def full(self, process: Served) -> Started:
         """Once it knows all."""
         until(lambda: process.metric(ENTRIES) == self.copies, process, poll_s=_LOOK_S)
@@ -136,42 +145,58 @@ def starts(shared: Shared) -> dict[str, float]:
 
 
 def steady(shared: Shared) -> dict[str, float]:
-    """CPU time while nothing changes and while `rate` blocks a second do, half of them stored, half removed."""
-    follower, (indexer, _) = shared.follower, shared.indexer
+    """CPU time while nothing changes and while `rate` blocks a second do, half of them stored, half removed. What is
+    still to be done when the last of it is sent counts too.
+    """
+    follower, (indexer, _), peer = shared.follower, shared.indexer, shared.dynamo
     watched: dict[str, Process] = {"indexer": indexer, "gateway": follower}
-    time.sleep(SCRAPE_S)
-    if shared.dynamo is not None:
-        watched["dynamo"] = shared.dynamo.process
+    if peer is not None:
+        watched["dynamo"] = peer.process
     options = shared.options
-    out: dict[str, float] = {}
-    idle, _ = _shares(watched, lambda: time.sleep(options.seconds))
-    busy, told = _shares(watched, lambda: shared.fleet.run(options.rate, options.seconds))
-    changed = told["blocks"] / told["elapsed_s"]
-    out["steady_changes_per_s"] = changed
+    time.sleep(SCRAPE_S)
+    shared.rest()
+    idle, idle_s = _spent(watched, lambda: time.sleep(options.seconds))
+    before = follower.metric(COPIED) or 0.0
+    told: dict[str, float] = {}
+
+    def run() -> None:
+        told.update(shared.fleet.run(options.rate, options.seconds))
+        shared.rest()
+        until(lambda: (follower.metric(COPIED) or 0.0) - before >= told["blocks"], follower)
+
+    busy, busy_s = _spent(watched, run)
+    out = {"steady_changes_per_s": told["blocks"] / told["elapsed_s"], "steady_behind_s": busy_s - told["elapsed_s"]}
     for name in watched:
-        out[f"{name}_idle_cores"] = idle[name]
-        out[f"{name}_steady_cores"] = busy[name]
-        out[f"{name}_us_per_reading"] = idle[name] * SCRAPE_S / options.held.workers * 1e6
-        out[f"{name}_us_per_change"] = max(0.0, busy[name] - idle[name]) / changed * 1e6
+        at_rest = idle[name] / idle_s
+        out[f"{name}_idle_cores"] = at_rest
+        out[f"{name}_us_per_reading"] = at_rest * SCRAPE_S / options.held.workers * 1e6
+        out[f"{name}_us_per_change"] = max(0.0, busy[name] - at_rest * busy_s) / told["blocks"] * 1e6
     until(lambda: all(it.metric(ENTRIES) == shared.copies for it in (indexer, follower)), indexer, follower)
     return out
 
 
 def fanout(shared: Shared) -> dict[str, float]:
-    """What one more watcher costs the indexer: `followers` of them, and none, at the same rate."""
+    """What one more watcher costs the indexer: `followers` of them, and none, in turns, at the same rate."""
     indexer, address = shared.indexer
     options = shared.options
     watchers = shared.fleet.start("watchers", [sys.executable, "-m", "gateway.measure", "watch", address])
-    spent: dict[int, float] = {}
-    for n in (0, options.followers):
-        watchers.ask(str(n))
-        found, told = _shares({"indexer": indexer}, lambda: shared.fleet.run(options.rate, options.seconds))
-        spent[n] = found["indexer"] / (told["blocks"] / told["elapsed_s"])
-    read_bytes = watchers.ask("0")["read_bytes"] / options.followers
+    spent_s, blocks = {0: 0.0, options.followers: 0.0}, {0: 0.0, options.followers: 0.0}
+    read_bytes = 0
+    watchers.ask("0")
+    for _ in range(_TURNS):
+        for n in spent_s:
+            watchers.ask(str(n))
+            before_s = indexer.cpu_s()
+            told = shared.fleet.run(options.rate, options.seconds / _TURNS)
+            shared.rest()
+            read_bytes += watchers.ask("0")["read_bytes"]  # Once all has been read.
+            spent_s[n] += indexer.cpu_s() - before_s
+            blocks[n] += told["blocks"]
     shared.fleet.stop(watchers)
+    of_all = spent_s[options.followers] / blocks[options.followers] - spent_s[0] / blocks[0]
     return {
-        "fanout_us_per_change": max(0.0, spent[options.followers] - spent[0]) / options.followers * 1e6,
-        "fanout_bytes_per_change": read_bytes / told["blocks"],
+        "fanout_us_per_change": max(0.0, of_all) / options.followers * 1e6,
+        "fanout_bytes_per_change": read_bytes / options.followers / blocks[options.followers],
     }
 
 
@@ -180,6 +205,7 @@ def matches(shared: Shared) -> dict[str, float]:
     indexer, address = shared.indexer
     options, held = shared.options, shared.options.held
     text = msgspec.json.encode(held).decode()
+    shared.rest()
     asking = shared.fleet.start("questions", [sys.executable, "-m", "gateway.measure", "ask", text, address])
     asking.answer()
     out: dict[str, float] = {"match_tokens": float(held.prompt_blocks * 16)}
@@ -233,7 +259,7 @@ def redis(shared: Shared) -> dict[str, float]:
     fleet.stop(writer)
     gateway = fleet.gateway("gateway with Redis", {}, url)
     figures = shared.full(gateway).figures("redis", shared.copies)
-    replayed = gateway.metric("warmroute_event_batches_total") or 0.0
+    replayed = gateway.metric(BATCHES) or 0.0
     fleet.stop(gateway)
     return {
         "redis_write_us_per_copy": wrote["cpu_s"] / shared.copies * 1e6,
@@ -244,10 +270,9 @@ def redis(shared: Shared) -> dict[str, float]:
     }
 
 
-def _shares(processes: dict[str, Process], run: Callable[[], Any]) -> tuple[dict[str, float], Any]:
-    """Cores that each of them has used while it ran, and what came of it."""
+def _spent(processes: dict[str, Process], run: Callable[[], None]) -> tuple[dict[str, float], float]:
+    """CPU seconds of each while it ran, and how long that was."""
     began_s = time.monotonic()
     before = {name: process.cpu_s() for name, process in processes.items()}
-    told = run()
-    elapsed_s = time.monotonic() - began_s
-    return {name: (process.cpu_s() - before[name]) / elapsed_s for name, process in processes.items()}, told
+    run()
+    return {name: process.cpu_s() - before[name] for name, process in processes.items()}, time.monotonic() - began_s

@@ -34,11 +34,15 @@ def read(path: Path) -> dict[str, float]:
     return figures
 
 
-def write(path: Path, figures: Mapping[str, float], used: Mapping[str, object]) -> None:
-    """With the costs of the proxy, where there is a checkout. Raises OSError."""
+def write(path: Path, part: str, figures: Mapping[str, float], used: Mapping[str, object]) -> None:
+    """In place of what there was of this part, with how they were taken, and with the costs of the proxy where there
+    is a checkout. Raises OSError, and ValueError for what is no such file.
+    """
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"used": {}, "figures": {}}
     proxied = proxy_costs(PROXY.read_text(encoding="utf-8")) if PROXY.exists() else {}
-    rounded = {name: float(f"{value:.4g}") for name, value in {**figures, **proxied}.items()}
-    path.write_text(json.dumps({"used": used, "figures": rounded}, indent=1) + "\n", encoding="utf-8")
+    rounded = {name: float(f"{value:.5g}") for name, value in {**figures, **proxied}.items()}
+    after = {"used": before["used"] | {part: used}, "figures": before["figures"] | rounded}
+    path.write_text(json.dumps(after, indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> str:

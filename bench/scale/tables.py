@@ -26,15 +26,18 @@ def lines(figures: Mapping[str, float]) -> Iterator[str]:
         if "dynamo_rss_mb" in figures:
             cpu_us = figures["dynamo_fill_us_per_copy"]
             cells: list[float | str] = ["", cpu_us * figures["copies"] / 1e6, cpu_us, ""]
-            yield _row("dynamo.indexer, as it is sent", [*cells, figures["dynamo_rss_mb"], figures["dynamo_bytes_per_copy"]])
+            memory = (figures["dynamo_rss_mb"], figures["dynamo_bytes_per_copy"])
+            yield _row("dynamo.indexer, as it is sent", [*cells, *memory])
         yield ""
     if "steady_changes_per_s" in figures:
         head = f"at {figures['steady_changes_per_s']:,.0f} changes/s"
-        yield from _head(head, ["cores", "cores at rest", "CPU us per change"])
+        yield from _head(head, ["CPU us per change", "cores for that", "cores at rest", "CPU us per page read"])
         for name, text in _FOLLOWERS:
-            if f"{name}_steady_cores" in figures:
-                parts = ("steady_cores", "idle_cores", "us_per_change")
-                yield _row(text, [figures[f"{name}_{part}"] for part in parts])
+            if f"{name}_us_per_change" in figures:
+                each_us, read_us = figures[f"{name}_us_per_change"], figures[f"{name}_us_per_reading"]
+                cores = each_us * figures["steady_changes_per_s"] / 1e6
+                reads = "" if name == "dynamo" else _number(read_us)
+                yield _row(text, [each_us, cores, figures[f"{name}_idle_cores"], reads])
         yield ""
     if "fanout_us_per_change" in figures:
         yield from _head("each watcher more", ["CPU us per change at the indexer", "bytes per change"])
@@ -52,7 +55,8 @@ def _matches(figures: Mapping[str, float]) -> Iterator[str]:
     )
     if not asked:
         return
-    yield from _head(f"Match of {figures['match_tokens']:,.0f} tokens", ["clients", "per s", "p50 ms", "p99 ms", "CPU us"])
+    head = f"Match of {figures['match_tokens']:,.0f} tokens"
+    yield from _head(head, ["clients", "per s", "p50 ms", "p99 ms", "CPU us"])
     for kind, clients in asked:
         for name, text in _ASKED:
             if (begin := f"{name}_{kind}_{clients}") + "_per_s" in figures:

@@ -86,34 +86,59 @@ def watch_indexer(address: str) -> None:
 
 
 async def _watch(address: str) -> None:
-    read_bytes = 0
-
-    async def follow(channel: grpc.aio.Channel, at: pb.StatsResponse, begun: asyncio.Event) -> None:
-        nonlocal read_bytes
-        watch: Any = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, None)
-        async for update in watch(pb.WatchRequest(instance=at.instance, sequence=at.sequence)):
-            begun.set()
-            read_bytes += len(update)
-
-    watching: list[asyncio.Task[None]] = []
-    channels: list[grpc.aio.Channel] = []
+    watchers: list[_Watcher] = []
     async for (n,) in _orders():
-        for task in watching:
-            task.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
-        for channel in channels:
-            await channel.close()
-        channels = [_channel(address) for _ in range(int(n))]
-        begun = [asyncio.Event() for _ in channels]
-        told, read_bytes = read_bytes, 0
-        watching = []
-        for channel, each in zip(channels, begun, strict=True):
-            stats: Any = channel.unary_unary(
-                f"/{SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
-            )
-            watching.append(asyncio.create_task(follow(channel, await stats(pb.StatsRequest()), each)))
-        await asyncio.gather(*(each.wait() for each in begun))
-        print(json.dumps({"watching": len(channels), "read_bytes": told}), flush=True)
+        read_bytes = 0
+        for watcher in watchers:
+            await watcher.caught_up()
+            read_bytes += watcher.read_bytes
+            await watcher.close()
+        watchers = [_Watcher(address) for _ in range(int(n))]
+        for watcher in watchers:
+            await watcher.start()
+        print(json.dumps({"watching": len(watchers), "read_bytes": read_bytes}), flush=True)
+
+
+class _Watcher:
+    def __init__(self, address: str) -> None:
+        self._channel = _channel(address)
+        self._latest = b""
+        self._task: asyncio.Task[None] | None = None
+        self.read_bytes = 0
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._read(await self._stats()))
+        await self.caught_up()
+
+    async def caught_up(self) -> None:
+        """Until it has read what is there now."""
+        there = (await self._stats()).sequence
+        while self._sequence() < there:  # noqa: ASYNC110 - of a stream that says something every second
+            await asyncio.sleep(_POLL_S / 10)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    async def _read(self, at: pb.StatsResponse) -> None:
+        watch: Any = self._channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, None)
+        async for update in watch(pb.WatchRequest(instance=at.instance, sequence=at.sequence)):
+            self._latest = update
+            self.read_bytes += len(update)
+
+    async def _stats(self) -> pb.StatsResponse:
+        stats: Any = self._channel.unary_unary(
+            f"/{SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
+        )
+        answer: pb.StatsResponse = await stats(pb.StatsRequest())
+        return answer
+
+    def _sequence(self) -> int:
+        update = pb.Update.FromString(self._latest)
+        numbers = [delta.sequence for delta in update.deltas]
+        return max(numbers, default=max(update.sequence, update.begin.sequence if self._latest else -1))
 
 
 def keep_snapshots(workers: str, copies: int, redis_url: str) -> None:

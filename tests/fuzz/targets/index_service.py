@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError
 
 from gateway.config.schema import IndexServiceConfig
 from gateway.indexservice.addresses import Addresses
+from gateway.indexservice.answers import Answers
 from gateway.indexservice.link import ReplicaLink, _Broken
 from gateway.indexservice.publisher import Publisher
-from gateway.indexservice.answers import Answers
 from gateway.indexservice.questions import BadQuestion, prompt_of
 from gateway.indexservice.wire import WireError, packed
 from gateway.pb import indexer_pb2 as pb
@@ -50,7 +50,7 @@ class _Telling:
     instance = "run"
     feeds: dict[tuple[str, int], pb.Feed] = {}  # noqa: RUF012 - nobody has any
 
-    class history:  # noqa: N801
+    class history:
         sequence = 7
 
 
