@@ -20,6 +20,7 @@ from bench.scale.fleet import SCRAPE_S, Fleet, Process, Served, until
 from bench.scale.held import Held, questions
 
 ENTRIES = "warmroute_index_entries"
+ACCOUNTED = "warmroute_index_bytes"
 BATCHES = "warmroute_event_batches_total"
 COPIED = 'warmroute_event_ingest_total{what="copy_blocks"}'
 _SETTLED_S = 2.0
@@ -42,12 +43,15 @@ class Options(msgspec.Struct, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """`s`: from the command to having all. `peak_mb` until then, `rss_mb` once it has settled."""
+    """`s`: from the command to having all. `peak_mb` until then, `rss_mb` once it has settled; `accounted_mb`: by its
+    own count, which `index.budget_bytes` bounds.
+    """
 
     s: float
     cpu_s: float
     peak_mb: float
     rss_mb: float
+    accounted_mb: float
 
     def figures(self, name: str, copies: int) -> dict[str, float]:
         return {
@@ -57,6 +61,7 @@ class Started(msgspec.Struct, frozen=True):
             f"{name}_peak_mb": self.peak_mb,
             f"{name}_rss_mb": self.rss_mb,
             f"{name}_bytes_per_copy": self.rss_mb * 1e6 / copies,
+            f"{name}_accounted_bytes_per_copy": self.accounted_mb * 1e6 / copies,
         }
 
 
@@ -135,7 +140,7 @@ class Shared:
         until(lambda: process.metric(ENTRIES) == self.copies, process, poll_s=_LOOK_S)
         took_s, cpu_s, peak_mb = time.monotonic() - process.began_s, process.cpu_s(), process.peak_mb()
         time.sleep(_SETTLED_S)
-        return Started(took_s, cpu_s, peak_mb, process.rss_mb())
+        return Started(took_s, cpu_s, peak_mb, process.rss_mb(), (process.metric(ACCOUNTED) or 0.0) / 1e6)
 
 
 def starts(shared: Shared) -> dict[str, float]:

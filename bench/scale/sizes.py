@@ -23,14 +23,21 @@ HEADS = (
 )
 
 
+_SELDOM_S = 5.0
+_BUDGET_BYTES = 2 << 30
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one GPU, which is a worker: requests and new tokens a second, answers' chunks, blocks that it holds."""
+    """Of one GPU, which is a worker: requests and new tokens a second, answers' chunks, blocks that it holds. Its pages
+    are read once in `scrape_s`.
+    """
 
     requests_per_s: float = 1.0
     new_tokens_per_s: float = 2_000.0
     chunks_per_request: float = 250.0
     blocks: int = 20_000
     block_size: int = 16
+    scrape_s: float = 1.0
 
     @property
     def changes_per_s(self) -> float:
@@ -49,18 +56,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU microseconds and bytes, each of one: block that changes, worker whose pages are read (once a second),
+    """CPU microseconds and bytes, each of one: block that changes, worker whose pages are read,
     request, chunk, copy of a block.
     """
 
     indexer_us_per_change: float
     copy_us_per_change: float
     fanout_us_per_change: float
-    indexer_us_per_worker: float
-    gateway_us_per_worker: float
+    indexer_us_per_reading: float
+    gateway_us_per_reading: float
     start_us_per_copy: float
     snapshot_us_per_copy: float
     bytes_per_copy: float
+    accounted_bytes_per_copy: float
     request_us: float
     chunk_us: float
 
@@ -71,11 +79,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
             indexer_us_per_change=figures["indexer_us_per_change"],
             copy_us_per_change=figures["gateway_us_per_change"],
             fanout_us_per_change=figures["fanout_us_per_change"],
-            indexer_us_per_worker=figures["indexer_us_per_reading"],
-            gateway_us_per_worker=figures["gateway_us_per_reading"],
+            indexer_us_per_reading=figures["indexer_us_per_reading"],
+            gateway_us_per_reading=figures["gateway_us_per_reading"],
             start_us_per_copy=figures["replay_start_us_per_copy"],
             snapshot_us_per_copy=figures["snapshot_start_us_per_copy"],
-            bytes_per_copy=figures["snapshot_bytes_per_copy"],
+            bytes_per_copy=figures["replay_bytes_per_copy"],
+            accounted_bytes_per_copy=figures["replay_accounted_bytes_per_copy"],
             request_us=figures["gateway_request_us"],
             chunk_us=figures["gateway_chunk_us"],
         )
@@ -108,7 +117,7 @@ class Gateway(NamedTuple):
 def gateway_of(costs: Costs, load: Load, limits: Limits, workers: int, *, copies: bool) -> Gateway:
     """`copies`: by an indexer; else it takes the engines' events itself."""
     per_change = costs.copy_us_per_change if copies else costs.indexer_us_per_change
-    fixed = workers * (costs.gateway_us_per_worker + load.changes_per_s * per_change) / 1e6
+    fixed = workers * (costs.gateway_us_per_reading / load.scrape_s + load.changes_per_s * per_change) / 1e6
     per_request_s = (costs.request_us + load.chunks_per_request * costs.chunk_us) / 1e6
     return Gateway(fixed, max(0.0, limits.busy - fixed) / per_request_s)
 
@@ -116,11 +125,11 @@ def gateway_of(costs: Costs, load: Load, limits: Limits, workers: int, *, copies
 def most_workers(costs: Costs, load: Load, limits: Limits) -> dict[str, float]:
     """How many workers one cell has at most, by what would give way beyond."""
     followed = load.changes_per_s * (costs.indexer_us_per_change + 2 * costs.fanout_us_per_change)
-    copied = load.changes_per_s * costs.copy_us_per_change + costs.gateway_us_per_worker
+    copied = load.changes_per_s * costs.copy_us_per_change + costs.gateway_us_per_reading / load.scrape_s
     return {
-        "the indexer's core": limits.busy * 1e6 / (followed + costs.indexer_us_per_worker),
+        "what an indexer follows": limits.busy * 1e6 / (followed + costs.indexer_us_per_reading / load.scrape_s),
         # Half of what a gateway may take is for requests: with more, each new gateway would bring ever less.
-        "the gateways' copies": limits.busy / 2 * 1e6 / copied,
+        "what a gateway follows": limits.busy / 2 * 1e6 / copied,
         "memory": limits.gb * 1e9 / (load.blocks * costs.bytes_per_copy),
         "the start": limits.start_s * 1e6 / (load.blocks * costs.start_us_per_copy),
     }
@@ -140,7 +149,8 @@ def size(gpus: int, costs: Costs, load: Load, limits: Limits) -> Size:
         gateway = gateway_of(costs, load, limits, workers, copies=True)
         indexers, n = 2, 1 + math.ceil(asked / gateway.requests_per_s)
     per_request_s = (costs.request_us + load.chunks_per_request * costs.chunk_us) / 1e6
-    followed = workers * (load.changes_per_s * costs.indexer_us_per_change + costs.indexer_us_per_worker) / 1e6
+    reading_us = costs.indexer_us_per_reading / load.scrape_s
+    followed = workers * (load.changes_per_s * costs.indexer_us_per_change + reading_us) / 1e6
     told = workers * load.changes_per_s * costs.fanout_us_per_change * n / 1e6 if indexers else 0.0
     cores = asked * per_request_s + n * gateway.fixed + indexers * followed + told
     start_us = costs.snapshot_us_per_copy if indexers else costs.start_us_per_copy
@@ -183,9 +193,14 @@ def lines(figures: Mapping[str, float], load: Load | None = None, limits: Limits
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
-    yield "| one cell has at most | workers |"
-    yield "|---|---|"
+    seldom = msgspec.structs.replace(load, scrape_s=_SELDOM_S)
+    yield f"| one cell has at most so many workers | pages read once in {load.scrape_s:g} s | once in {_SELDOM_S:g} s |"
+    yield "|---|---|---|"
+    bounds = most_workers(costs, seldom, limits)
     for what, workers in sorted(most_workers(costs, load, limits).items(), key=lambda item: item[1]):
-        yield f"| {what} | {workers:,.0f} |"
+        yield f"| by {what} | {workers:,.0f} | {bounds[what]:,.0f} |"
+    accounted = _BUDGET_BYTES / (load.blocks * costs.accounted_bytes_per_copy)
+    yield f"| by index.budget_bytes, unless it is raised | {accounted:,.0f} | {accounted:,.0f} |"
+    yield ""
     one = gateway_of(costs, load, limits, 1, copies=True).requests_per_s
-    yield f"| one gateway process of a small fleet, requests/s (`--processes N`: N times this) | {one:,.0f} |"
+    yield f"One gateway process with little to follow: {one:,.0f} requests/s; N processes of one, N times that."

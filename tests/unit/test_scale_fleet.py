@@ -21,7 +21,8 @@ FIGURES = {
     "gateway_us_per_reading": 400.0,
     "replay_start_us_per_copy": 5.0,
     "snapshot_start_us_per_copy": 3.0,
-    "snapshot_bytes_per_copy": 200.0,
+    "replay_bytes_per_copy": 200.0,
+    "replay_accounted_bytes_per_copy": 300.0,
     "gateway_request_us": 700.0,
     "gateway_chunk_us": 10.0,
 }
@@ -93,7 +94,7 @@ def test_a_larger_fleet_takes_more_of_everything_but_of_what_one_cell_takes() ->
 
 def test_a_dearer_change_makes_cells_smaller() -> None:
     costs = Costs.of({**FIGURES, "indexer_us_per_change": 50.0})
-    assert most_workers(costs, Load(), Limits())["the indexer's core"] < 50
+    assert most_workers(costs, Load(), Limits())["what an indexer follows"] < 50
     assert size(1000, costs, Load(), Limits()).cells > size(1000, Costs.of(FIGURES), Load(), Limits()).cells
 
 
