@@ -104,7 +104,7 @@ async def through(folder: Path) -> AsyncIterator[Through]:
 
 
 async def idle(pool: Pool) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not pool.is_idle():  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.005)
 

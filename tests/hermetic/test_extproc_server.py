@@ -37,7 +37,7 @@ from tests.support.gateway_world import until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 LOCAL = PickerSettings(host="127.0.0.1", port=0, health_port=0)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(params=["fast", "grpcio"], autouse=True)

@@ -37,7 +37,7 @@ async def answer_of(world: World, request: bytes) -> tuple[bytes, bytes]:
     """(head, body) of an exchange that ends with the connection."""
     reader, writer = await world.connect()
     writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     head, _, rest = answer.partition(b"\r\n\r\n")
     return head, rest
@@ -303,7 +303,7 @@ async def test_a_head_that_comes_drop_by_drop_is_given_up(monkeypatch: pytest.Mo
 
         task = asyncio.ensure_future(drips())
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
         task.cancel()
         assert (await world.post(BODY))[0] == 200
 

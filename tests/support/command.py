@@ -51,7 +51,7 @@ class Command(Stacked):
 
     async def stopped(self) -> str:
         """Its log, once it has ended by itself, and well. `process.send_signal` first."""
-        assert await asyncio.wait_for(self.process.wait(), 10) == 0
+        assert await asyncio.wait_for(self.process.wait(), 60) == 0
         log = (await self._log).decode()
         assert "Traceback" not in log
         return log

@@ -28,7 +28,7 @@ from tests.support.envoy import Change, Envoy, fit, shipped
 from tests.support.extproc import Watched
 
 T = TypeVar("T")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 CASE = "x-case"
 DO = "x-do"
 

@@ -348,7 +348,7 @@ class World:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.002)
