@@ -93,7 +93,8 @@ def _of_index(measure: Callable[[index.Shared], dict[str, float]]) -> Part:
 def compute_sizes(options: argparse.Namespace, shared: index.Shared) -> Found:
     load = sizes.Load(requests_per_s=options.gpu_requests, new_tokens_per_s=options.gpu_tokens)
     figures = kept.read(options.figures)
-    return Found([*tables.lines(figures), *sizes.lines(figures, load)], {}, [])
+    told = f"Measured on {kept.told(options.figures)}."
+    return Found([*tables.lines(figures), told, "", *sizes.lines(figures, load)], {}, [])
 
 
 PARTS: dict[str, Part] = {

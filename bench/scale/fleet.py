@@ -21,7 +21,7 @@ import msgspec
 from bench.proxy.processes import cpu_s
 from bench.scale.held import Held
 
-START_S = 600.0
+START_S = 1800.0
 _POLL_S = 0.25
 _STOP_S = 30.0
 _BUDGET_BYTES = 64 << 30

@@ -23,7 +23,6 @@ ENTRIES = "warmroute_index_entries"
 ACCOUNTED = "warmroute_index_bytes"
 BATCHES = "warmroute_event_batches_total"
 COPIED = 'warmroute_event_ingest_total{what="copy_blocks"}'
-_SETTLED_S = 2.0
 _LOOK_S = 2.0
 """Between two looks at whether a process has all; with many workers its page of metrics takes time to make."""
 _QUESTIONS = 64
@@ -43,12 +42,13 @@ class Options(msgspec.Struct, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """`s`: from the command to having all. `peak_mb` until then, `rss_mb` once it has settled; `accounted_mb`: by its
-    own count, which `index.budget_bytes` bounds.
+    """`s`: from the command to having all. `rest_cores`: what it takes afterwards, when nothing comes. `peak_mb` until
+    then, `rss_mb` once it has settled; `accounted_mb`: by its own count, which `index.budget_bytes` bounds.
     """
 
     s: float
     cpu_s: float
+    rest_cores: float
     peak_mb: float
     rss_mb: float
     accounted_mb: float
@@ -57,7 +57,7 @@ class Started(msgspec.Struct, frozen=True):
         return {
             f"{name}_start_s": self.s,
             f"{name}_start_cpu_s": self.cpu_s,
-            f"{name}_start_us_per_copy": self.cpu_s / copies * 1e6,
+            f"{name}_start_us_per_copy": max(0.0, self.cpu_s - self.rest_cores * self.s) / copies * 1e6,
             f"{name}_peak_mb": self.peak_mb,
             f"{name}_rss_mb": self.rss_mb,
             f"{name}_bytes_per_copy": self.rss_mb * 1e6 / copies,
@@ -131,16 +131,17 @@ class Shared:
     def rest(self) -> None:
         """Until all that was sent is in the index, and in dynamo.indexer."""
         indexer, peer = self.indexer[0], self.dynamo
-        until(lambda: indexer.metric(BATCHES) == self.fleet.batches, indexer)
         if peer is not None:
             until(lambda: peer.applied() >= self.fleet.batches, peer.process)
+        until(lambda: indexer.metric(BATCHES) == self.fleet.batches, indexer, poll_s=_LOOK_S)
 
     def full(self, process: Served) -> Started:
         """Once it knows all."""
         until(lambda: process.metric(ENTRIES) == self.copies, process, poll_s=_LOOK_S)
         took_s, cpu_s, peak_mb = time.monotonic() - process.began_s, process.cpu_s(), process.peak_mb()
-        time.sleep(_SETTLED_S)
-        return Started(took_s, cpu_s, peak_mb, process.rss_mb(), (process.metric(ACCOUNTED) or 0.0) / 1e6)
+        at_rest, rest_s = _spent({"it": process}, lambda: time.sleep(2 * SCRAPE_S))
+        accounted_mb = (process.metric(ACCOUNTED) or 0.0) / 1e6
+        return Started(took_s, cpu_s, at_rest["it"] / rest_s, peak_mb, process.rss_mb(), accounted_mb)
 
 
 def starts(shared: Shared) -> dict[str, float]:
@@ -167,7 +168,7 @@ def steady(shared: Shared) -> dict[str, float]:
     def run() -> None:
         told.update(shared.fleet.run(options.rate, options.seconds))
         shared.rest()
-        until(lambda: (follower.metric(COPIED) or 0.0) - before >= told["blocks"], follower)
+        until(lambda: (follower.metric(COPIED) or 0.0) - before >= told["blocks"], follower, poll_s=_LOOK_S)
 
     busy, busy_s = _spent(watched, run)
     out = {"steady_changes_per_s": told["blocks"] / told["elapsed_s"], "steady_behind_s": busy_s - told["elapsed_s"]}

@@ -34,6 +34,12 @@ def read(path: Path) -> dict[str, float]:
     return figures
 
 
+def told(path: Path) -> str:
+    """On which machine its parts were measured. Raises OSError, and ValueError for what is no such file."""
+    used = json.loads(path.read_text(encoding="utf-8"))["used"]
+    return "; ".join(f"`{part}`: {how['machine']}" for part, how in used.items())
+
+
 def write(path: Path, part: str, figures: Mapping[str, float], used: Mapping[str, object]) -> None:
     """In place of what there was of this part, with how they were taken, and with the costs of the proxy where there
     is a checkout. Raises OSError, and ValueError for what is no such file.

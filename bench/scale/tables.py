@@ -20,7 +20,8 @@ def lines(figures: Mapping[str, float]) -> Iterator[str]:
     starts = [(name, text) for name, text in STARTS if f"{name}_start_s" in figures]
     rows = [*_START_ROWS, *_MEMORY_ROWS]
     if starts:
-        yield from _head("from nothing to all of it", [text for _, text in rows])
+        head = f"from nothing to {figures['copies']:,.0f} copies, at {figures['workers']:,.0f} workers"
+        yield from _head(head, [text for _, text in rows])
         for name, text in starts:
             yield _row(text, [figures[f"{name}_{figure}"] for figure, _ in rows])
         if "dynamo_rss_mb" in figures:

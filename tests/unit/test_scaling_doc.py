@@ -25,6 +25,7 @@ def shown(name: str) -> str:
 def test_the_tables_are_the_commands_own() -> None:
     assert shown("sizes") == "\n".join(sizes.lines(FIGURES)).strip()
     assert shown("figures") == "\n".join(tables.lines(FIGURES)).strip()
+    assert f"Measured on {kept.told(kept.MEASURED)}." in " ".join(DOC.split())
 
 
 def test_the_costs_of_a_request_are_those_of_the_benchmark_of_proxies() -> None:
