@@ -37,7 +37,10 @@ def read(path: Path) -> dict[str, float]:
 def told(path: Path) -> str:
     """On which machine its parts were measured. Raises OSError, and ValueError for what is no such file."""
     used = json.loads(path.read_text(encoding="utf-8"))["used"]
-    return "; ".join(f"`{part}`: {how['machine']}" for part, how in used.items())
+    machines: dict[str, list[str]] = {}
+    for part, how in used.items():
+        machines.setdefault(how["machine"], []).append(f"`{part}`")
+    return "; ".join(f"{machine} ({', '.join(parts)})" for machine, parts in machines.items())
 
 
 def write(path: Path, part: str, figures: Mapping[str, float], used: Mapping[str, object]) -> None:
@@ -46,7 +49,7 @@ def write(path: Path, part: str, figures: Mapping[str, float], used: Mapping[str
     """
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"used": {}, "figures": {}}
     proxied = proxy_costs(PROXY.read_text(encoding="utf-8")) if PROXY.exists() else {}
-    rounded = {name: float(f"{value:.5g}") for name, value in {**figures, **proxied}.items()}
+    rounded = {name: float(f"{value:.8g}") for name, value in {**figures, **proxied}.items()}
     after = {"used": before["used"] | {part: used}, "figures": before["figures"] | rounded}
     path.write_text(json.dumps(after, indent=1) + "\n", encoding="utf-8")
 

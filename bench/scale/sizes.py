@@ -186,7 +186,7 @@ def lines(figures: Mapping[str, float], load: Load | None = None, limits: Limits
             f"{it.cells:,}",
             f"{it.indexers:,}" if it.indexers else "none",
             f"{it.gateways:,}",
-            f"{it.cores:,.1f}" if it.cores < 100 else f"{it.cores:,.0f}",
+            f"{it.cores:.2f}" if it.cores < 1 else f"{it.cores:,.1f}" if it.cores < 100 else f"{it.cores:,.0f}",
             f"{it.gb:.2f}" if it.gb < 1 else f"{it.gb:.1f}",
             f"{it.start_s:.1f}" if it.start_s < 10 else f"{it.start_s:.0f}",
             it.first,

@@ -159,7 +159,7 @@ async def _keep(path: str, copies: int, redis_url: str) -> None:
         workers = json.load(file)
     for worker in workers:
         ingest.add(worker["name"], 0, worker["events"], worker["replay"])
-    while index.stats()["entries"] < copies:  # noqa: ASYNC110 - in another thread
+    while index.stats()["entries"] < copies or any(feed.phase != "live" for feed in ingest.status().values()):  # noqa: ASYNC110
         await asyncio.sleep(_POLL_S)
     config = RedisConfig(url=redis_url)
     client = clients(config, lambda: None)(_TIMEOUT_S)
