@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from gateway.addresses import leads_to_metadata, resolver
+from gateway.addresses import endpoint_leads_to_metadata, leads_to_metadata, resolver
 from gateway.auth.source import KeySource
 from gateway.config import Config
 from gateway.debug.decisions import Decisions
@@ -189,7 +189,8 @@ class Core:
         )
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
         self._tokenizes = tokenizes
-        self.publishing = Publishing(config.events, self.planner, self.link)
+        link_local = config.discovery.link_local
+        self.publishing = Publishing(config.events, self.planner, self.link, link_local=link_local)
         if self.link is not None:
             self.others_degraded.append(self.link.degraded)
             self.metrics.registry.register(LinkMetrics(self.link))
@@ -341,6 +342,11 @@ class Core:
     def is_out_of_bounds(self, url: str) -> bool:
         """Whether no worker may be there."""
         return not self.config.discovery.link_local and leads_to_metadata(url)
+
+    def endpoint_out_of_bounds(self, change: WorkerChange) -> str | None:
+        """Which of its event endpoints no engine may have."""
+        given = () if self.config.discovery.link_local else (change.events_endpoint, change.replay_endpoint)
+        return next((each for each in given if each is not None and endpoint_leads_to_metadata(each)), None)
 
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)

@@ -28,6 +28,7 @@ from gateway.logs import PATH as LOG_LEVEL
 from gateway.logs import Level, logs_requests, set_up_logging
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
+from gateway.proxy.background import Background
 from gateway.proxy.parts import Parts
 from gateway.proxy.realtime import Realtime
 from gateway.proxy.reset import IndexReset
@@ -88,6 +89,11 @@ class Service:
             config.tracing, name, core.metrics.registry, scheme=scheme if self.hears_clients else None
         )
         core.others_degraded.append(self._traces_lost)
+        self._background: Background | None = None
+        if core.keys is not None:
+            self._background = Background(
+                core.upstreams, core.metrics.registry, longest_s=config.gateway.request_timeout_s
+            )
         self.plane = DataPlane(
             Parts(
                 planner=core.planner,
@@ -104,6 +110,7 @@ class Service:
                 stored=core.stored,
                 rng=core.rng,
                 max_body_bytes=config.gateway.max_body_bytes,
+                min_body_bytes_per_s=config.gateway.min_body_bytes_per_s,
                 response_headers=config.gateway.response_headers,
                 handoffs=core.handoffs,
                 heard_since=core.heard_since,
@@ -115,6 +122,7 @@ class Service:
                 queue=core.queue,
                 tenancy=core.tenancy,
                 door=None if core.keys is None else core.keys.door,
+                background=self._background,
                 tracing=self.tracing,
             ),
             max_concurrency=config.gateway.max_concurrency,
@@ -209,6 +217,8 @@ class Service:
         for server in (*self.listeners, self._admin):
             await server.close()
         await self.realtime.close()
+        if self._background is not None:
+            await self._background.close()
         await self.core.close()
         await self.access.close()
         if self.tracing is not None:
@@ -253,8 +263,8 @@ class Service:
             await asyncio.sleep(_UPKEEP_S)
             try:
                 for each in (self.certificate, self._admin_certificate, self.core.trust_of_workers):
-                    if each is not None:
-                        await asyncio.to_thread(each.refresh)
+                    if each is not None and await asyncio.to_thread(each.look):
+                        each.take()
                 if self._reloading is not None:
                     await self._reloading.look()
                 if self.core.keys is not None:

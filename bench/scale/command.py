@@ -208,7 +208,10 @@ def main(args: Sequence[str]) -> int:
     except OSError as exc:
         print(f"bench scale: error: {exc.filename or 'system'}: {exc.strerror or exc}", file=sys.stderr)
         return 2
-    except (RuntimeError, ValueError, KeyError) as exc:
+    except KeyError as exc:
+        print(f"bench scale: error: {options.figures} has no figure {exc}: measure it with --keep", file=sys.stderr)
+        return 2
+    except (RuntimeError, ValueError) as exc:
         print(f"bench scale: error: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

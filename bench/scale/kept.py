@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 MEASURED = Path(__file__).with_name("measured.json")
 """The run that docs/scaling.md shows."""
@@ -28,17 +30,27 @@ def proxy_costs(page: str) -> dict[str, float]:
     return out
 
 
+class _Kept(msgspec.Struct):
+    used: dict[str, dict[str, Any]] = {}
+    figures: dict[str, float] = {}
+
+
 def read(path: Path) -> dict[str, float]:
     """Raises OSError, and ValueError for what is no such file."""
-    figures: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["figures"]
-    return figures
+    return _read(path).figures
+
+
+def _read(path: Path) -> _Kept:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Kept)
+    except msgspec.MsgspecError as exc:
+        raise ValueError(f"{path}: not what --keep writes: {exc}") from None
 
 
 def told(path: Path) -> str:
     """On which machine its parts were measured. Raises OSError, and ValueError for what is no such file."""
-    used = json.loads(path.read_text(encoding="utf-8"))["used"]
     machines: dict[str, list[str]] = {}
-    for part, how in used.items():
+    for part, how in _read(path).used.items():
         machines.setdefault(how["machine"], []).append(f"`{part}`")
     return "; ".join(f"{machine} ({', '.join(parts)})" for machine, parts in machines.items())
 
@@ -47,11 +59,11 @@ def write(path: Path, part: str, figures: Mapping[str, float], used: Mapping[str
     """In place of what there was of this part, with how they were taken, and with the costs of the proxy where there
     is a checkout. Raises OSError, and ValueError for what is no such file.
     """
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"used": {}, "figures": {}}
+    kept = _read(path) if path.exists() else _Kept()
     proxied = proxy_costs(PROXY.read_text(encoding="utf-8")) if PROXY.exists() else {}
     rounded = {name: float(f"{value:.8g}") for name, value in {**figures, **proxied}.items()}
-    after = {"used": before["used"] | {part: used}, "figures": before["figures"] | rounded}
-    path.write_text(json.dumps(after, indent=1) + "\n", encoding="utf-8")
+    kept = _Kept({**kept.used, part: dict(used)}, kept.figures | rounded)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
 
 
 def machine() -> str:

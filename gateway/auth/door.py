@@ -147,13 +147,14 @@ class Visit:
     def tenant(self) -> str:
         return self._entry.key.tenant
 
-    def enter(self) -> None:
-        """Raises ApiError (429)."""
+    def enter(self, *, works: bool = True) -> None:
+        """`works`: an engine has work to do for it. Raises ApiError (429)."""
+        account = self._entry.account
         try:
-            self._entry.account.enter(time.monotonic())
+            (account.enter if works else account.ask)(time.monotonic())
         except Exceeded as exc:
             raise self._refused(exc) from None
-        self._entered = True
+        self._entered = works
         self._entry.series["admitted"].inc()
 
     def check_model(self, model: str) -> None:

@@ -100,6 +100,11 @@ class Account:
         """One request more. Raises Exceeded, and has changed nothing then."""
         if self._most is not None and self.running >= self._most:
             raise Exceeded("concurrent requests", self._most, 1.0)
+        self.ask(now_s)
+        self.running += 1
+
+    def ask(self, now_s: float) -> None:
+        """One request more, which is at work nowhere: it needs no `leave`. Raises Exceeded, as above."""
         requests, tokens = self._requests, self._tokens
         if requests is not None and not requests.has(1, now_s):
             raise Exceeded("requests", requests.limit, requests.wait_s(1, now_s))
@@ -107,7 +112,6 @@ class Account:
             raise Exceeded("tokens", tokens.limit, tokens.wait_s(1, now_s))
         if requests is not None:
             requests.take(1, now_s)
-        self.running += 1
 
     def leave(self) -> None:
         self.running -= 1

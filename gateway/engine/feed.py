@@ -24,7 +24,7 @@ class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
     `replay_timeout_s` is the longest silence of an engine that owes replayed batches. A subscription takes effect some
     time after the connection is up, so what was published in between is looked for `verify_after_s` later.
     `connect_timeout_s` bounds one connection attempt, `reopen_after_s` is the wait before a socket that could not be
-    opened is tried again.
+    opened is tried again. `link_local`: endpoints may be at such addresses, and those of cloud metadata.
     """
 
     replay_timeout_s: float = 2.0
@@ -34,6 +34,7 @@ class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
     verify_after_s: float = 1.0
     connect_timeout_s: float = 5.0
     reopen_after_s: float = 5.0
+    link_local: bool = False
 
 
 class FeedStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ _BACKLOG = 4096
 _CUT_S = 0.5
 _BODIES_PER_PLACE = 4
 """So many more requests than may be served can be sending their bodies; these take memory as they come."""
+_MOST_PREFLIGHTS = 64
+"""At once. They need no key, and take nobody's place but each other's."""
 
 
 def raise_file_limit() -> int:
@@ -111,6 +113,7 @@ class DataPlane:
         self.in_flight = 0
         """Those that still send their bodies included."""
         self._served = 0
+        self._preflights = 0
         self.parts = parts
         self.max_concurrency = max_concurrency
         self._idle = asyncio.Event()
@@ -144,11 +147,21 @@ class DataPlane:
         if request.method not in route.methods:
             path = target.partition("?")[0]
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
-        if self._served >= self.max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self.max_concurrency:
+        is_preflight = request.method == "OPTIONS"
+        if is_preflight:
+            most, is_full = _MOST_PREFLIGHTS, self._preflights >= _MOST_PREFLIGHTS
+        else:
+            most, others = self.max_concurrency, self.in_flight - self._preflights
+            is_full = self._served >= most or others >= _BODIES_PER_PLACE * most
+        if is_full:
             self.parts.metrics.rejected("over_concurrency")
-            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(self.max_concurrency))
+            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(most))
         with self.busy():
-            return await Exchange(self.parts, self, request, route, target, holder).serve()
+            self._preflights += is_preflight
+            try:
+                return await Exchange(self.parts, self, request, route, target, holder).serve()
+            finally:
+                self._preflights -= is_preflight
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -408,3 +408,9 @@ async def test_a_worker_where_clouds_keep_metadata_is_refused(host: str) -> None
         assert set(fleet.core.fleet.workers) == {"a"}
         assert fleet.core.roster.source("x") is None
         assert fleet.core.upstreams.get("x") is None
+        url = fleet.engines["a"].url.replace("127.0.0.1", "localhost")
+        for key in ("events", "replay"):
+            given = {"url": url, "name": "x", "events": "tcp://10.0.0.1:5557", key: f"tcp://{host}:5557"}
+            status, answer, _ = await fleet.post(fleet.admin + "/admin/workers", given)
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_worker", "events")
+            assert set(fleet.core.fleet.workers) == {"a"}

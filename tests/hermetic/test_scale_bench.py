@@ -72,6 +72,10 @@ def test_a_large_fleet_in_small(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_what_cannot_be_computed_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "kept.json"
-    file.write_text('{"figures": {}}')
-    assert command.main(["--only", "sizes", "--figures", str(file)]) == 2
-    assert "indexer_us_per_change" in capsys.readouterr().err
+    for content, told in (
+        ('{"figures": {}}', "has no figure 'indexer_us_per_change'"),
+        ("[]", "not what --keep writes"),
+    ):
+        file.write_text(content)
+        assert command.main(["--only", "sizes", "--figures", str(file)]) == 2
+        assert told in capsys.readouterr().err
