@@ -29,8 +29,6 @@ _log = logging.getLogger(__name__)
 _READ_AT_ONCE = 4
 _LONGEST_READ_S = 3.0
 """So long may what others have kept of a worker take to read."""
-_UNREAD_S = 30.0
-"""After one that took longer nobody tries for so long."""
 _LONGEST_WAIT_S = 30.0
 """So long at most the events of a worker are not followed because others are read before it. To replay them all, as is
 done then, takes longer where so many wait.
@@ -71,8 +69,6 @@ class Replicas:
         self.snapshots = None if ingest is None else Snapshots(self.writer, keys, ingest, self.counts)
         """None where an indexer follows the engines, which has its own."""
         self._reading = asyncio.Semaphore(_READ_AT_ONCE)
-        self._unread_until_s = 0.0
-        """Until then nothing is read: it would not be had soon."""
         self._stored = stored
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -127,18 +123,16 @@ class Replicas:
         except TimeoutError:
             self.counts.failed("slow")
             return {}
-        loop = asyncio.get_running_loop()
         try:
-            if loop.time() < self._unread_until_s:
+            if self._hearing.problem is not None:  # Which those before it have waited for.
                 return {}
             async with asyncio.timeout(_LONGEST_READ_S):
-                client = self._connect(self._op_timeout_s)
+                client = self._connect(_LONGEST_READ_S)  # While much is replayed, this process may be what is slow.
                 try:
                     return await self.snapshots.read(client, worker, ranks)
                 finally:
                     await client.aclose()
         except Exception as exc:
-            self._unread_until_s = loop.time() + _UNREAD_S
             self.counts.failed(failure(exc, self._config.mode))
             return {}
         finally:
