@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import random
 import signal
 import sys
 import time
@@ -34,6 +35,7 @@ from bench.engine.side_channel import SideChannel
 from bench.engine.stored import Store
 
 _PORT_ATTEMPTS: Final = 50
+_IN_A_ROW: Final = (12_000, 32_000)
 _START_APART_S: Final = 0.05  # start times are told to 10 ms; no real process comes up again so soon
 
 
@@ -170,8 +172,10 @@ class FakeVllm:
             self._context.destroy(linger=0)
         self.nixl, self.drivers, self.publishers, self._runner, self._context = [], [], [], None, None
 
-    async def restart(self) -> None:
-        """A crash and restart in place: same ports, empty cache, sequence numbers from 0, a new process start time."""
+    async def restart(self, down_s: float = 0.0) -> None:
+        """A crash and restart in place, `down_s` later: same ports, empty cache, sequence numbers from 0, a new process
+        start time.
+        """
         endpoints = tuple(
             _as_configured(given, real)
             for given, real in zip(
@@ -183,7 +187,7 @@ class FakeVllm:
         self._endpoints = (endpoints[0], endpoints[1])
         earlier = self.started
         await self.stop()
-        await asyncio.sleep(max(0.0, earlier + _START_APART_S - time.time()))
+        await asyncio.sleep(max(down_s, earlier + _START_APART_S - time.time()))
         await self.start()
 
     def restart_soon(self) -> None:
@@ -206,7 +210,7 @@ class FakeVllm:
         for attempt in range(_PORT_ATTEMPTS):
             self._context = zmq.Context()
             try:
-                await self._open_ranks(events, replay)
+                await self._open_ranks(self._tried(events), replay and self._tried(replay))
             except zmq.ZMQError:
                 # With several ranks a free base port may be followed by a taken one.
                 for publisher in self.publishers:
@@ -218,6 +222,12 @@ class FakeVllm:
                     raise
             else:
                 return
+
+    def _tried(self, endpoint: str) -> str:
+        """Several ranks want ports in a row: below those that the system gives to whoever connects."""
+        if not endpoint.endswith(":0") or self.config.data_parallel_size == 1:
+            return endpoint
+        return f"{endpoint[:-1]}{random.randrange(*_IN_A_ROW)}"
 
     async def _open_ranks(self, events: str, replay: str | None) -> None:
         config = self.config

@@ -99,6 +99,15 @@ class GatewayConfig(_Section, frozen=True):
         NonEmpty, Meta(description="Address of /metrics and /debug; loopback unless you decide otherwise.")
     ] = "127.0.0.1"
     admin_port: Annotated[Port, Meta(description="Port of /metrics and /debug; 0 takes a free one.")] = 8001
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Data planes, each with a core to use, that are one gateway on this machine; above 1 a "
+            "supervisor and a hub come with them.",
+        ),
+    ] = 1
     max_body_bytes: Annotated[
         int, Meta(ge=1, description="Largest request body accepted; a larger one is answered 413.")
     ] = 64 << 20

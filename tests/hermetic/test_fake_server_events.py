@@ -110,7 +110,7 @@ async def test_a_mirror_of_the_stream_equals_the_pool(
         await asyncio.gather(*(ask(http, engine, prompt, max_tokens=20) for prompt in prompts))
         mirror: Counter[int | bytes] = Counter()
         removed = 0
-        while await sub.poll(50):
+        for _ in range(engine.publishers[0].next_seq):
             for event in decode_batch((await receive(sub))[2])[1]:
                 if isinstance(event, BlockStored):
                     mirror.update(event.block_hashes)
