@@ -9,6 +9,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "trace": ("bench.trace", "fleets in simulated time: traces, arms, targets"),
     "scale": ("bench.scale.command", "what changes with size: several replicas, in simulated time"),
     "proxy": ("bench.proxy.command", "routers by themselves: CPU per request and per streamed chunk"),
+    "processes": ("bench.processes", "a gateway of several processes: requests per second, CPU per request"),
     "epp": ("bench.epp.command", "the endpoint picker behind a real Envoy: CPU per request and per streamed chunk"),
     "indexer": ("bench.indexer", "the index as a service: lookups over gRPC, what a copy takes"),
     "page": ("bench.page", "what it costs a gateway that its page is watched"),

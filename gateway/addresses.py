@@ -6,6 +6,7 @@ Whoever can name a worker (a hint header, `/admin/workers`, DNS, a pod's status)
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +27,24 @@ _NEVER = tuple(
         ),
     )
 )
-_NAT64 = ip_network("64:ff9b::/96")
+_NOBODYS = "link-local and metadata addresses are nobody's engine (discovery.link_local allows them)"
+_LOW_32_BITS = (1 << 32) - 1
+_ENDS_IN_IPV4 = tuple(
+    map(
+        ip_network,
+        (
+            "::/96",  # IPv4-compatible, of long ago
+            "::ffff:0:0:0/96",  # translated (SIIT)
+            "64:ff9b::/96",  # NAT64
+        ),
+    )
+)
+_LOCAL_NAT64 = ip_network("64:ff9b:1::/48")
+"""RFC 8215. How long the prefix of a translator is, and so where the IPv4 address stands (RFC 6052), is its network's
+affair.
+"""
+_ISATAP = (0x00005EFE, 0x02005EFE)
+"""The third quarter of such an address; the last is the IPv4 address."""
 
 
 def is_metadata(address: str | IPv4Address | IPv6Address) -> bool:
@@ -36,8 +54,8 @@ def is_metadata(address: str | IPv4Address | IPv6Address) -> bool:
             address = _read(address.partition("%")[0])
         except (OSError, ValueError):
             return False
-    if isinstance(address, IPv6Address):
-        address = _within(address)
+    if isinstance(address, IPv6Address) and any(map(is_metadata, _within(address))):
+        return True
     return any(address in network for network in _NEVER)
 
 
@@ -52,6 +70,26 @@ def leads_to_metadata(url: str) -> bool:
         return is_metadata(urlsplit(url).hostname or "")
     except ValueError:
         return False
+
+
+def endpoint_leads_to_metadata(endpoint: str) -> bool:
+    """Of a ZeroMQ endpoint that is to be connected to, `tcp://[source;]host:port`."""
+    if not endpoint.startswith("tcp://"):
+        return False
+    host, _, _ = endpoint.removeprefix("tcp://").rpartition(";")[2].rpartition(":")
+    return is_metadata(host.strip("[]"))
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises OSError where nobody's engine is (see above)."""
+    if endpoint_leads_to_metadata(endpoint):
+        raise OSError(_NOBODYS)
+
+
+def check_peer(address: object) -> None:
+    """Of a connection, as `getpeername` tells it. Raises OSError where nobody's engine is."""
+    if isinstance(address, tuple) and is_metadata(str(address[0])):
+        raise OSError(_NOBODYS)
 
 
 def usable(infos: list[Any]) -> list[Any]:
@@ -86,9 +124,17 @@ def resolver(link_local: bool) -> AbstractResolver | None:
     return None if link_local else GuardedResolver()
 
 
-def _within(address: IPv6Address) -> IPv4Address | IPv6Address:
-    """The IPv4 address that an IPv6 one stands for."""
-    inner = address.ipv4_mapped or address.sixtofour
-    if inner is None and address in _NAT64:
-        inner = IPv4Address(int(address) & 0xFFFFFFFF)
-    return inner or address
+def _within(address: IPv6Address) -> Iterator[IPv4Address]:
+    """IPv4 addresses that an IPv6 one may stand for, on its way or at its end."""
+    number = int(address)
+    for inner in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())):
+        if inner is not None:
+            yield inner
+    if any(address in network for network in _ENDS_IN_IPV4) or number >> 32 & _LOW_32_BITS in _ISATAP:
+        yield IPv4Address(number & _LOW_32_BITS)
+    if address in _LOCAL_NAT64:
+        yield IPv4Address(number & _LOW_32_BITS)
+        rest = number & ((1 << 80) - 1)  # Past the 48 bits; bits 64 to 71 of the whole are left out of the address.
+        joined = (rest >> 64) << 56 | rest & ((1 << 56) - 1)
+        for bits in (40, 32, 24):  # Behind it, of prefixes of 48, 56 and 64 bits.
+            yield IPv4Address(joined >> bits & _LOW_32_BITS)

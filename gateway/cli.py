@@ -61,8 +61,13 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. User errors are one line per problem on standard error and exit code 2."""
     args = list(sys.argv[1:] if argv is None else argv)
+    return report_user_errors(lambda: _run(args))
+
+
+def report_user_errors(run: Callable[[], int]) -> int:
+    """What `run` returns, or the exit code of what it raised, which is told on standard error."""
     try:
-        code = _run(args)
+        code = run()
         sys.stdout.flush()
     except UserError as exc:
         for line in str(exc).splitlines():

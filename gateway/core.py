@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from gateway.addresses import leads_to_metadata, resolver
+from gateway.addresses import endpoint_leads_to_metadata, leads_to_metadata, resolver
+from gateway.auth.door import own_account
 from gateway.auth.source import KeySource
 from gateway.config import Config
 from gateway.debug.decisions import Decisions
@@ -46,6 +47,7 @@ from gateway.publishing import Publishing
 from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
+from gateway.siblings import Siblings
 from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
 from gateway.tls import client_context, trust_of_workers
@@ -73,11 +75,17 @@ class Core:
     """Create it inside a running event loop; `start`, then `follow` a discovery, at the end `close`."""
 
     def __init__(
-        self, config: Config, *, rng: random.Random | None = None, retries: bool = True, tokenizes: bool = True
+        self,
+        config: Config,
+        *,
+        rng: random.Random | None = None,
+        retries: bool = True,
+        tokenizes: bool = True,
+        siblings: Siblings | None = None,
     ) -> None:
         """`retries`: a request is sent on when its worker does not answer, so that one may find out whether it does
         again. Else none goes to a worker whose metrics cannot be read, as long as there is another. `tokenizes`: False
-        where no prompts come in.
+        where no prompts come in. `siblings`: the other processes of this gateway, if it has several.
         """
         self.config = config
         self.rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
@@ -92,7 +100,10 @@ class Core:
             optimistic_ttl_s=config.scorer.optimistic_ttl_s,
             sessions=session_settings(config),
         )
-        self.learned = LearnedFile(learned_path(config.learning, os.environ), self.planner.calibration)
+        keeps_learned = siblings is None or siblings.keeps_learned
+        path = learned_path(config.learning, os.environ) if keeps_learned else None
+        self.learned = LearnedFile(path, self.planner.calibration)
+        self._learns_for_a_file = tokenizes and keeps_learned  # else there is nothing to learn from, or another does it
         self.tokens = TokenService(token_settings(config), rng=self.rng)
         self.metrics = Metrics(config.scorer.policy)
         self.hits = HitBook()
@@ -114,7 +125,13 @@ class Core:
         )
         self.capabilities: dict[str, Capabilities] = {}
         self.stored = StoredResponses(config.gateway.stored_responses)
-        self.keys = KeySource.of(config.auth, os.environ, self.metrics.registry, engine_key(config))
+        self.keys = KeySource.of(
+            config.auth,
+            os.environ,
+            self.metrics.registry,
+            engine_key(config),
+            own_account if siblings is None else siblings.account,
+        )
         self.tenancy = Tenancy.of(config.tenancy, os.environ, keyed=self.keys is not None)
         self.holders = ResponseHolders(self.stored, self.upstreams, self._decoders, by_tenant=self.tenancy.by_tenant)
         self.look_again = LookAgain(
@@ -191,14 +208,16 @@ class Core:
         )
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
         self._tokenizes = tokenizes
-        self.publishing = Publishing(config.events, self.planner, self.link)
+        link_local = config.discovery.link_local
+        self.publishing = Publishing(config.events, self.planner, self.link, link_local=link_local)
         if self.link is not None:
             self.others_degraded.append(self.link.degraded)
             self.metrics.registry.register(LinkMetrics(self.link))
         self.ingest = self.publishing.ingest
         self.replicas: Replicas | None = None
         """Who shares what is in flight with others, if anybody."""
-        if config.redis.url is not None:
+        hub = None if siblings is None else siblings.hub
+        if config.redis.url is not None or hub is not None:
             from gateway.replicas import Replicas  # Only who shares has to load the client.
 
             self.replicas = Replicas(
@@ -209,11 +228,12 @@ class Core:
                 self.rng,
                 session_idle_s=config.scorer.session_idle_s,
                 ingest=self.publishing.own,
+                hub=hub,
             )
             self.others_degraded.append(self.replicas.degraded)
 
     async def start(self) -> None:
-        if self._tokenizes:  # else there is nothing to learn from
+        if self._learns_for_a_file:
             self.learned.start()
         self.ingest.start()
         await self.tokens.start()
@@ -346,6 +366,11 @@ class Core:
     def is_out_of_bounds(self, url: str) -> bool:
         """Whether no worker may be there."""
         return not self.config.discovery.link_local and leads_to_metadata(url)
+
+    def endpoint_out_of_bounds(self, change: WorkerChange) -> str | None:
+        """Which of its event endpoints no engine may have."""
+        given = () if self.config.discovery.link_local else (change.events_endpoint, change.replay_endpoint)
+        return next((each for each in given if each is not None and endpoint_leads_to_metadata(each)), None)
 
     def _forget(self, name: str) -> None:
         self.fleet.workers.pop(name, None)

@@ -22,10 +22,15 @@ _GET = ("GET", "HEAD")
 
 
 class _JsonLines(logging.Formatter):
+    def __init__(self, process: str | None = None) -> None:
+        super().__init__()
+        self._process = {} if process is None else {"process": process}
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
+            **self._process,
             "logger": record.name,
             "message": _encodable(record.getMessage()),
         }
@@ -39,11 +44,13 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def set_up_logging(config: Config) -> None:
-    """Everything to standard error, in the configured form."""
+def set_up_logging(config: Config, process: str | None = None) -> None:
+    """Everything to standard error, in the configured form. `process`: which one of several says it."""
     handler = logging.StreamHandler()
     handler.setFormatter(
-        _JsonLines() if config.logging.format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+        _JsonLines(process)
+        if config.logging.format == "json"
+        else logging.Formatter(f"%(asctime)s %(levelname)s {f'{process}: ' if process else ''}%(message)s")
     )
     logging.basicConfig(level=config.logging.level.upper(), handlers=[handler], force=True)
 

@@ -25,8 +25,13 @@ EVENTS_UP = frozenset({"connected", "listening"})
 class Publishing:
     """Create it inside a running event loop."""
 
-    def __init__(self, events: EventsConfig, planner: Planner, link: Link | None = None) -> None:
-        """`link`: to an indexer, which follows the engines in place of this process."""
+    def __init__(
+        self, events: EventsConfig, planner: Planner, link: Link | None = None, *, link_local: bool = False
+    ) -> None:
+        """`link`: to an indexer, which follows the engines in place of this process. `link_local`: engines may be at
+        such addresses.
+        """
+        self._link_local = link_local
         self._shared = events.mode == "bind"
         self._planner = planner
         self._loop = asyncio.get_running_loop()
@@ -53,6 +58,7 @@ class Publishing:
                 replay_timeout_s=events.replay_timeout_s,
                 replay_attempts=events.replay_attempts,
                 buffer_batches=events.buffer_batches,
+                link_local=self._link_local,
             ),
             on_batch=self._batch_arrived,
             on_clear=self._index_cleared,

@@ -13,7 +13,9 @@ from gateway.proxy.models import PATH as MODELS
 from gateway.proxy.models import ModelList
 from gateway.proxy.realtime import PATH as REALTIME
 from gateway.proxy.stored_pages import StoredPages
-from gateway.service import Service, admin_token_of, known_workers, run, with_policy
+from gateway.reload import Source
+from gateway.service import Service, admin_token_of, configuration_of, known_workers, serve_config, with_policy
+from gateway.siblings import Siblings
 from gateway.sidecar.hints import HintReader
 from gateway.sidecar.targets import Targets
 from gateway.tls import scheme_of_workers
@@ -28,11 +30,12 @@ class Gateway(Service):
     foreign_sections = ("sidecar", "epp", "indexer")
     changes_workers = True
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, siblings: Siblings | None = None) -> None:
+        """`siblings`: the other processes it is one gateway with. Raises UserError."""
         config = with_policy(config, config.pd.policy or _POLICY)
         settings = config.gateway
         admin_token = admin_token_of(config, settings.admin_host, "gateway.admin_host")
-        core = Core(config)
+        core = Core(config, siblings=siblings)
         self._targets = Targets(core.fleet, core.apply, config.pd.allow, scheme=scheme_of_workers(config.tls))
         hints = None
         if config.pd.policy == _HEADER:
@@ -44,6 +47,7 @@ class Gateway(Service):
             admin_port=settings.admin_port,
             admin_token=admin_token,
             controlled=lambda: sorted(core.fleet.workers),
+            siblings=siblings,
         )
         models = ModelList(core.upstreams, lambda: list(core.fleet.workers), self.plane.parts.door)
         public = self.faces.public() if core.keys is None else self.faces.exposed(self.admin_token)
@@ -59,11 +63,20 @@ class Gateway(Service):
         return known_workers(self.config)
 
 
-def main(args: Sequence[str]) -> int:
-    return run(
-        Gateway,
+def configuration(args: Sequence[str]) -> tuple[Config, Source]:
+    """Raises UserError."""
+    return configuration_of(
         args,
         prog="warmroute gateway",
         description="Serve the OpenAI API in front of vLLM workers; each request goes where it costs least.",
         aliases=GATEWAY_ALIASES,
     )
+
+
+def main(args: Sequence[str]) -> int:
+    config, source = configuration(args)
+    if config.gateway.processes > 1:
+        from gateway.processes.supervisor import supervise  # Only where there is something to supervise.
+
+        return supervise(config, source, args)
+    return serve_config(Gateway, config, source)

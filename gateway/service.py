@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Self
@@ -28,6 +29,7 @@ from gateway.logs import PATH as LOG_LEVEL
 from gateway.logs import Level, logs_requests, set_up_logging
 from gateway.proxy.access import AccessLog
 from gateway.proxy.admin import EngineControls
+from gateway.proxy.background import Background
 from gateway.proxy.parts import Parts
 from gateway.proxy.realtime import Realtime
 from gateway.proxy.reset import IndexReset
@@ -35,6 +37,7 @@ from gateway.proxy.routes import CONTROLS, RESET, WORKERS
 from gateway.proxy.server import DataPlane, HttpServer, raise_file_limit
 from gateway.proxy.workers import WorkersPage
 from gateway.reload import KeyPath, Reloading, Source, with_keys
+from gateway.siblings import Siblings
 from gateway.sidecar.hints import HintReader, no_hints
 from gateway.tls import admin_certificate, client_context, serving_certificate
 from gateway.tracing.start import start as start_tracing
@@ -74,20 +77,27 @@ class Service:
         admin_token: AdminToken | None,
         controlled: Callable[[], list[str]],
         unreachable_status: int = 502,
+        siblings: Siblings | None = None,
     ) -> None:
         """`hints` None: nobody in front of us has a say. `admin_token` as `admin_token_of` gives it; `controlled` names
-        the workers that engine controls on the admin port reach. Raises UserError.
+        the workers that engine controls on the admin port reach; `siblings`: the other processes of this gateway.
+        Raises UserError.
         """
         self.core = core
         self.config = config = core.config
         self.access = AccessLog(config.logging.format, enabled=logs_requests(config.logging.level))
         self.log_level = Level(config.logging.level, self.access)
-        name = type(self).__name__.lower()
+        name = self.face_name
         scheme = "http" if config.tls.cert is None else "https"
         self.tracing = start_tracing(
             config.tracing, name, core.metrics.registry, scheme=scheme if self.hears_clients else None
         )
         core.others_degraded.append(self._traces_lost)
+        self._background: Background | None = None
+        if core.keys is not None:
+            self._background = Background(
+                core.upstreams, core.metrics.registry, longest_s=config.gateway.request_timeout_s
+            )
         self.plane = DataPlane(
             Parts(
                 planner=core.planner,
@@ -104,6 +114,7 @@ class Service:
                 stored=core.stored,
                 rng=core.rng,
                 max_body_bytes=config.gateway.max_body_bytes,
+                min_body_bytes_per_s=config.gateway.min_body_bytes_per_s,
                 response_headers=config.gateway.response_headers,
                 handoffs=core.handoffs,
                 heard_since=core.heard_since,
@@ -115,9 +126,11 @@ class Service:
                 queue=core.queue,
                 tenancy=core.tenancy,
                 door=None if core.keys is None else core.keys.door,
+                background=self._background,
                 tracing=self.tracing,
             ),
             max_concurrency=config.gateway.max_concurrency,
+            places=None if siblings is None else siblings.places,
         )
         self.realtime = Realtime(
             self.plane.parts,
@@ -132,7 +145,7 @@ class Service:
             self.access,
             draining=lambda: self.plane.draining,
             in_flight=lambda: self.plane.in_flight,
-            name=name,
+            name=self.shown_name,
             hints=hints,
         )
         controls = EngineControls(core.upstreams, controlled, cleared=core.cache_cleared, changed=core.models_changed)
@@ -153,7 +166,7 @@ class Service:
             None if is_loopback(admin_host) else admin_certificate(config.tls, config.admin.client_ca)
         )
         tls = None if self._admin_certificate is None else self._admin_certificate.context
-        self._admin = HttpServer(self.admin.handle, admin_host, admin_port, tls)
+        self._admin = self.admin_server(admin_host, admin_port, tls)
         self.listeners: list[HttpServer | Listener] = []
         self.certificate = serving_certificate(config.tls)
         if core.keys is not None:
@@ -166,6 +179,19 @@ class Service:
         """The data plane there, with TLS if there is a certificate."""
         tls = None if self.certificate is None else self.certificate.context
         self.listeners.append(self.plane.listener(self.config.gateway.http, host, port, tls))
+
+    @property
+    def face_name(self) -> str:
+        """In traces."""
+        return type(self).__name__.lower()
+
+    @property
+    def shown_name(self) -> str:
+        """On pages for people."""
+        return self.face_name
+
+    def admin_server(self, host: str, port: int, tls: ssl.SSLContext | None) -> HttpServer:
+        return HttpServer(self.admin.handle, host, port, tls)
 
     @property
     def ports(self) -> list[int]:
@@ -187,6 +213,9 @@ class Service:
         for server in (*self.listeners, self._admin):
             await server.start()
         self._upkeep = asyncio.get_running_loop().create_task(self._keep_up(), name="upkeep")
+        self.tell_start()
+
+    def tell_start(self) -> None:
         _log.info("serving on %s, admin on %s", ", ".join(server.url for server in self.listeners), self._admin.url)
 
     async def drain(self, timeout_s: float) -> int:
@@ -209,6 +238,8 @@ class Service:
         for server in (*self.listeners, self._admin):
             await server.close()
         await self.realtime.close()
+        if self._background is not None:
+            await self._background.close()
         await self.core.close()
         await self.access.close()
         if self.tracing is not None:
@@ -253,8 +284,8 @@ class Service:
             await asyncio.sleep(_UPKEEP_S)
             try:
                 for each in (self.certificate, self._admin_certificate, self.core.trust_of_workers):
-                    if each is not None:
-                        await asyncio.to_thread(each.refresh)
+                    if each is not None and await asyncio.to_thread(each.look):
+                        each.take()
                 if self._reloading is not None:
                     await self._reloading.look()
                 if self.core.keys is not None:
@@ -336,6 +367,16 @@ def run(
     face: Callable[[Config], Service], args: Sequence[str], *, prog: str, description: str, aliases: Aliases
 ) -> int:
     """A command that serves until it is told to stop."""
+    config, source = configuration_of(args, prog=prog, description=description, aliases=aliases)
+    if config.gateway.processes > 1:
+        print(f"{prog}: gateway.processes is for warmroute gateway alone; this is one process", file=sys.stderr)
+    return serve_config(face, config, source)
+
+
+def configuration_of(args: Sequence[str], *, prog: str, description: str, aliases: Aliases) -> tuple[Config, Source]:
+    """What a command's arguments, the environment and the file they name say, checked as far as that is possible before
+    anything is opened. Raises UserError.
+    """
     parser = Parser(prog=prog, description=description)
     add_config_flags(parser, aliases)
     options, given, unknown = parse_flags(parser, args)
@@ -344,16 +385,25 @@ def run(
         return load_config(options.config, os.environ, given, unknown, flags_of(parser))
 
     config = read()
-    for check in (serving_certificate, client_context):  # What is wrong is said before anything is opened.
+    for check in (serving_certificate, client_context):
         check(config.tls)
     admin_certificate(config.tls, config.admin.client_ca)
-    set_up_logging(config)
+    return config, Source(read=read, file=options.config or os.environ.get("WARMROUTE_CONFIG") or None)
+
+
+def set_up_process(config: Config, name: str | None = None) -> None:
+    """For one that serves. `name`: what it is called in logs, where there are several."""
+    set_up_logging(config, name)
     raise_file_limit()
     tune_interpreter()
+
+
+def serve_config(face: Callable[[Config], Service], config: Config, source: Source) -> int:
+    """In this process. Raises UserError."""
+    set_up_process(config)
     import uvloop
 
     try:
-        source = Source(read=read, file=options.config or os.environ.get("WARMROUTE_CONFIG") or None)
         return uvloop.run(serve(face, config, source))
     except OSError as exc:
         raise UserError(f"cannot listen: {exc.strerror or exc}") from exc

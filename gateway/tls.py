@@ -5,12 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from gateway.config.schema import TlsConfig
 from gateway.errors import UserError
 
 _log = logging.getLogger(__name__)
 
+_FDS = "/proc/self/fd"
 _Stamp = tuple[tuple[int, int, int], ...]
 """(inode, time of the last write in ns, size) of each file."""
 
@@ -41,43 +48,81 @@ def scheme_of_workers(tls: TlsConfig) -> str:
 
 
 class _Followed:
-    """A context that new connections are made with, and that follows its `files`: `refresh` looks whether they changed.
-    Files that do not fit together (half replaced) change nothing.
+    """A context that new connections are made with, and that follows its `files`. What they hold is read once, tried on
+    a context of its own and only then given to that one, so that files that do not fit together (half replaced), or
+    change meanwhile, change nothing. They count once they were the same at two looks: of a file that is being written
+    the first half may make sense.
     """
 
     files: tuple[str, ...]
     context: ssl.SSLContext
     what = "certificate"
 
-    def _begin(self) -> None:
+    def _begin(self, context: ssl.SSLContext | None = None) -> None:
         """Raises OSError."""
         self.n_taken = 0
         """Times that new files were taken since."""
         self._refused: _Stamp | None = None
-        self._stamp = self._look()
-        self.context = self._made()
+        self._stamp = self._seen = self._look()
+        self.contents = _contents(self.files)
+        """Of the files that are in force."""
+        self._found: tuple[_Stamp, tuple[bytes, ...]] | None = None
+        self._lock = threading.Lock()
+        made = self._made(self.contents)
+        self.context = made if context is None else context
 
-    def refresh(self) -> bool:
-        """Whether new files were taken. Reads files."""
-        try:
-            stamp = self._look()
-            if stamp in (self._stamp, self._refused):
+    def look(self) -> bool:
+        """Whether there are new files to `take`. Reads files."""
+        with self._lock:
+            try:
+                return self._find()
+            except OSError as exc:
+                _log.warning("the new %s is not used, the last good one stays: %s", self.what, _reason(exc))
                 return False
-            self._refused = stamp
-            self._made()  # A context that was given halves of two pairs would serve neither.
-            self._fill(self.context)
-        except OSError as exc:
-            _log.warning("the new %s is not used, the last good one stays: %s", self.what, _reason(exc))
+
+    def _find(self) -> bool:
+        stamp = self._look()
+        settled, self._seen = stamp == self._seen, stamp
+        if self._found is not None and self._found[0] == stamp:
+            return True
+        self._found = None
+        if not settled or stamp in (self._stamp, self._refused):
             return False
-        self._stamp, self._refused = stamp, None
-        self.n_taken += 1
-        _log.info("the new %s is used from now on", self.what)
+        contents = _contents(self.files)
+        if self._look() != stamp:
+            return False
+        self._refused = stamp
+        self._made(contents)
+        self._found = stamp, contents
         return True
 
-    def _made(self) -> ssl.SSLContext:
+    def take(self) -> None:
+        """What `look` has found. Where the context is in use on an event loop, from there: a handshake in the middle
+        would meet half of a pair. Waits for no file.
+        """
+        with self._lock:
+            if self._found is None:
+                return
+            stamp, contents = self._found
+            self._found = None
+            self._fill(self.context, contents)
+            self.contents = contents
+            self._stamp, self._refused = stamp, None
+            self.n_taken += 1
+        _log.info("the new %s is used from now on", self.what)
+
+    def refresh(self) -> bool:
+        """Both. Whether new files were taken."""
+        found = self.look()
+        if found:
+            self.take()
+        return found
+
+    def _made(self, contents: tuple[bytes, ...]) -> ssl.SSLContext:
+        """A new one of these. Raises OSError."""
         raise NotImplementedError
 
-    def _fill(self, context: ssl.SSLContext) -> None:
+    def _fill(self, context: ssl.SSLContext, contents: tuple[bytes, ...]) -> None:
         raise NotImplementedError
 
     def _look(self) -> _Stamp:
@@ -92,24 +137,24 @@ class ServingCertificate(_Followed):
 
     def __init__(self, cert: str, key: str, client_ca: str | None = None) -> None:
         """Raises UserError."""
-        self.pair = (cert, key)
         self.client_ca = client_ca
-        self.files = self.pair if client_ca is None else (*self.pair, client_ca)
+        self.files = (cert, key) if client_ca is None else (cert, key, client_ca)
         try:
             self._begin()
         except OSError as exc:
             files = f"tls.cert: {cert}, tls.key: {key}" + ("" if client_ca is None else f", client_ca: {client_ca}")
             raise UserError(f"{files}: {_reason(exc)}") from None
 
-    def _made(self) -> ssl.SSLContext:
+    def _made(self, contents: tuple[bytes, ...]) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self._fill(context)
+        self._fill(context, contents)
         return context
 
-    def _fill(self, context: ssl.SSLContext) -> None:
-        context.load_cert_chain(*self.pair)
-        if self.client_ca is not None:
-            context.load_verify_locations(self.client_ca)
+    def _fill(self, context: ssl.SSLContext, contents: tuple[bytes, ...]) -> None:
+        cert, key, *rest = contents
+        load_pair(context, cert, key)
+        for ca in rest:
+            load_cas(context, ca)
             context.verify_mode = ssl.CERT_REQUIRED
 
 
@@ -119,21 +164,53 @@ class TrustOfWorkers(_Followed):
     what = "certificate towards workers"
 
     def __init__(self, tls: TlsConfig, context: ssl.SSLContext) -> None:
-        self._tls = tls
+        self._n_cas = 0 if tls.ca is None else 1
         self.files = tuple(file for file in (tls.ca, tls.client_cert, tls.client_key) if file is not None)
-        self._begin()
-        self.context = context
+        self._begin(context)
 
-    def _made(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self._tls.ca)
-        self._fill(context)
+    def _made(self, contents: tuple[bytes, ...]) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._fill(context, contents)
         return context
 
-    def _fill(self, context: ssl.SSLContext) -> None:
-        if self._tls.ca is not None:
-            context.load_verify_locations(self._tls.ca)
-        if self._tls.client_cert is not None:
-            context.load_cert_chain(self._tls.client_cert, self._tls.client_key)
+    def _fill(self, context: ssl.SSLContext, contents: tuple[bytes, ...]) -> None:
+        for ca in contents[: self._n_cas]:
+            load_cas(context, ca)
+        pair = contents[self._n_cas :]
+        if pair:
+            load_pair(context, pair[0], pair[-1])
+
+
+def load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
+    """A certificate with its chain, and its key, both PEM, or both in each. Raises OSError."""
+    with _as_file(cert) as cert_file, _as_file(key) as key_file:
+        context.load_cert_chain(cert_file, key_file)
+
+
+def load_cas(context: ssl.SSLContext, ca: bytes) -> None:
+    """PEM. Raises OSError."""
+    with _as_file(ca) as file:
+        context.load_verify_locations(file)
+
+
+@contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """OpenSSL takes keys from files only; this one is in memory, and no other process's, where the system has such."""
+    if sys.platform == "linux" and os.path.isdir(_FDS):
+        fd = os.memfd_create("warmroute", os.MFD_CLOEXEC)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            yield f"{_FDS}/{fd}"
+    else:
+        with tempfile.NamedTemporaryFile(prefix="warmroute-") as named:  # Which only its owner may read.
+            named.write(content)
+            named.flush()
+            yield named.name
+
+
+def _contents(files: tuple[str, ...]) -> tuple[bytes, ...]:
+    return tuple(Path(file).read_bytes() for file in files)
 
 
 def trust_of_workers(tls: TlsConfig, context: ssl.SSLContext | bool) -> TrustOfWorkers | None:

@@ -180,6 +180,10 @@ class FairQueue:
             priority = next(iter(self._entries)).priority
         return self._classes[priority].head()
 
+    def first(self) -> Entry | None:
+        """Who would be next if priority alone counted between classes."""
+        return self._classes[self._priorities[0]].head() if self._entries else None
+
     def pop(self) -> Entry | None:
         """Who is next, no longer waiting."""
         entry = self.head()

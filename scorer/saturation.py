@@ -8,12 +8,13 @@ runs more than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from scorer.fleet import STALE_S, Worker
 from scorer.types import EngineStats
 
 _FLAT_READINGS = 3
+_NOBODY: Mapping[str, int] = {}
 
 
 class Reading:
@@ -28,9 +29,9 @@ class Reading:
         self.ceiling: float | None = None
         self.take(figures)
 
-    def growth(self) -> int:
-        """By how many the line has got longer since."""
-        return _line(self.worker) - self.line
+    def growth(self, gone: int = 0) -> int:
+        """By how many the line has got longer since, if `gone` of it left now."""
+        return _line(self.worker) - gone - self.line
 
     def take(self, stats: EngineStats) -> None:
         before, self.figures = self.figures, stats
@@ -84,11 +85,12 @@ class Saturation:
             return False
         return self._below_ceiling(seen, inside)
 
-    def has_place(self, workers: Iterable[Worker], now_s: float) -> bool:
+    def has_place(self, workers: Iterable[Worker], now_s: float, gone: Mapping[str, int] = _NOBODY) -> bool:
         """Whether one of those that wait for these workers may go, though others may follow and all go to the same one.
 
         Between two readings no more are let in than all bounds together have room for; where a worker has none waiting,
-        as many as it runs if that is more. Others' requests take no more of a bound than there is.
+        as many as it runs if that is more. Others' requests take no more of a bound than there is. `gone`: how it were
+        if so many of those booked at a worker, by name, that have no first token left now.
         """
         places, is_open = 0.0, False
         for worker in workers:
@@ -96,22 +98,23 @@ class Saturation:
             if seen is None:
                 return True
             bound = self._bound * len(worker.loads)
-            inside, growth = waiting(seen.figures), seen.growth()
+            left = gone.get(worker.name, 0)
+            inside, growth = waiting(seen.figures), seen.growth(left)
             most = bound if inside else max(bound, seen.figures.running or 0.0)
             foreign = max(0.0, inside - seen.line)
             places += most - min(bound, foreign) - max(0.0, inside - foreign + growth)
-            is_open = is_open or (inside + growth < most and self._below_ceiling(seen, inside))
+            is_open = is_open or (inside + growth < most and self._below_ceiling(seen, inside, left))
         return is_open and places > 0
 
     def _fresh(self, worker: Worker, now_s: float) -> Reading | None:
         stats = worker.stats
         return None if stats is None or now_s - stats.scraped_at_s > STALE_S else self.read(worker)
 
-    def _below_ceiling(self, seen: Reading, inside: float) -> bool:
+    def _below_ceiling(self, seen: Reading, inside: float, left: int = 0) -> bool:
         if seen.ceiling is None:
             return True
         foreign = max(0.0, (seen.figures.running or 0.0) + inside - seen.requests)
-        return _requests(seen.worker) + foreign < seen.ceiling + self._bound * len(seen.worker.loads)
+        return _requests(seen.worker) - left + foreign < seen.ceiling + self._bound * len(seen.worker.loads)
 
 
 def waiting(stats: EngineStats) -> float:

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import random
 import signal
 import sys
 import time
@@ -34,6 +35,7 @@ from bench.engine.side_channel import SideChannel
 from bench.engine.stored import Store
 
 _PORT_ATTEMPTS: Final = 50
+_IN_A_ROW: Final = (12_000, 32_000)
 _START_APART_S: Final = 0.05  # start times are told to 10 ms; no real process comes up again so soon
 
 
@@ -208,7 +210,7 @@ class FakeVllm:
         for attempt in range(_PORT_ATTEMPTS):
             self._context = zmq.Context()
             try:
-                await self._open_ranks(events, replay)
+                await self._open_ranks(self._tried(events), replay and self._tried(replay))
             except zmq.ZMQError:
                 # With several ranks a free base port may be followed by a taken one.
                 for publisher in self.publishers:
@@ -220,6 +222,12 @@ class FakeVllm:
                     raise
             else:
                 return
+
+    def _tried(self, endpoint: str) -> str:
+        """Several ranks want ports in a row: below those that the system gives to whoever connects."""
+        if not endpoint.endswith(":0") or self.config.data_parallel_size == 1:
+            return endpoint
+        return f"{endpoint[:-1]}{random.randrange(*_IN_A_ROW)}"
 
     async def _open_ranks(self, events: str, replay: str | None) -> None:
         config = self.config

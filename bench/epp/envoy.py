@@ -96,6 +96,8 @@ class Envoy:
         (folder / "envoy.json").write_text(json.dumps(config), encoding="utf-8")
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
+        self.ports: dict[str, int] = {}
+        """By listener; `port` is the first one's."""
         self.admin = 0
 
     def __enter__(self) -> Self:
@@ -150,7 +152,9 @@ class Envoy:
         self.admin = int(address.read_text(encoding="utf-8").rpartition(":")[2])
         self._wait(lambda: self._ask("/ready").startswith("LIVE"))
         listeners = json.loads(self._ask("/listeners?format=json"))
-        self.port = listeners["listener_statuses"][0]["local_address"]["socket_address"]["port_value"]
+        rows = listeners["listener_statuses"]
+        self.ports = {row["name"]: row["local_address"]["socket_address"]["port_value"] for row in rows}
+        self.port = self.ports[rows[0]["name"]]
 
     def _ask(self, path: str) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self.admin, timeout=10)

@@ -166,13 +166,13 @@ def direct(workers: Workers) -> Running:
     return Running(DIRECT, workers.ports, None, 0, Path(os.devnull))
 
 
-def start(spec: Spec, workers: Workers, core: int, folder: Path) -> Running:
-    """Until it answers. Raises Missing, with the end of its output, if it does not."""
+def start(spec: Spec, workers: Workers, core: int | None, folder: Path) -> Running:
+    """Until it answers; `core` None: on any. Raises Missing, with the end of its output, if it does not."""
     port, other = free_port(), free_port()
     command = spec.command(workers, port, other, folder)
     log = folder / f"{spec.name.replace(' ', '-')}.log"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WARMROUTE_")}
-    with log.open("ab") as output, pinned(core):
+    with log.open("ab") as output, contextlib.nullcontext() if core is None else pinned(core):
         process = subprocess.Popen(  # noqa: S603
             command,
             stdin=subprocess.DEVNULL,
@@ -243,9 +243,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 class Backends:
     """The workers' process. Ends with this one, whatever becomes of it, as its standard input does."""
 
-    def __init__(self, n_workers: int, core: int) -> None:
+    def __init__(self, n_workers: int, core: int | None) -> None:
+        """`core` None: on any."""
         command = [sys.executable, "-m", "bench.proxy.backend", "--workers", str(n_workers)]
-        with pinned(core):
+        with contextlib.nullcontext() if core is None else pinned(core):
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
         output: IO[bytes] | None = self._process.stdout
         line = b"" if output is None else output.readline()

@@ -9,15 +9,15 @@ import binascii
 import hmac
 from collections.abc import Mapping
 from ipaddress import ip_address
-from pathlib import Path
 
 from multidict import MultiMapping
 
+from gateway.auth.token import checked, read
 from gateway.config.schema import AdminConfig
 from gateway.errors import UserError
 from gateway.proxy.errors import ApiError
 
-_LEAST_CHARACTERS = 16
+_WHAT = "the admin token"
 _BEARER, _BASIC = "bearer ", "basic "
 _LONGEST = 4096
 
@@ -29,23 +29,13 @@ class AdminToken:
 
     def __init__(self, token: str) -> None:
         """Raises UserError."""
-        if len(token) < _LEAST_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
-            raise UserError(
-                f"the admin token must have {_LEAST_CHARACTERS} characters or more, of ASCII, without spaces"
-            )
-        self._token = token.encode()
+        self._token = checked(token, _WHAT).encode()
 
     @classmethod
     def of(cls, settings: AdminConfig, environment: Mapping[str, str]) -> AdminToken | None:
         """None: there is none. Raises UserError."""
-        if settings.token_file is not None:
-            try:
-                return cls(Path(settings.token_file).read_text(encoding="utf-8").strip())
-            except (OSError, UnicodeDecodeError) as exc:
-                reason = exc.strerror if isinstance(exc, OSError) else "is not UTF-8 text"
-                raise UserError(f"admin.token_file: {settings.token_file}: {reason}") from None
-        token = environment.get(settings.token_env, "").strip()
-        return cls(token) if token else None
+        token = read(settings.token_file, settings.token_env, environment, key="admin.token_file", what=_WHAT)
+        return None if token is None else cls(token)
 
     def is_in(self, headers: MultiMapping[str]) -> bool:
         rows = headers.getall("Authorization", ())

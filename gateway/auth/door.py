@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from multidict import CIMultiDict
@@ -48,10 +48,26 @@ class _Entry:
         self.tokens = tokens
 
 
+MakeAccount = Callable[[Key, float], Account]
+"""The books of a key that is new at a time (monotonic seconds)."""
+
+
+def own_account(key: Key, now_s: float) -> Account:
+    return Account(key.limits, now_s)
+
+
 class Door:
     """`engine_key`: what engines are shown instead of the client's key; empty: nothing."""
 
-    def __init__(self, keys: Iterable[Key], registry: CollectorRegistry, *, engine_key: str = "") -> None:
+    def __init__(
+        self,
+        keys: Iterable[Key],
+        registry: CollectorRegistry,
+        *,
+        engine_key: str = "",
+        account: MakeAccount = own_account,
+    ) -> None:
+        self._make_account = account
         self._engine = f"Bearer {engine_key}" if engine_key else None
         self._entries: dict[bytes, tuple[bytes, _Entry]] = {}
         self._accounts: dict[tuple[str, str], Account] = {}
@@ -76,7 +92,7 @@ class Door:
             name = key.tenant, key.name
             account = self._accounts.get(name)
             if account is None:
-                account = Account(key.limits, now_s)
+                account = self._make_account(key, now_s)
             else:
                 account.configure(key.limits, now_s)
             accounts[name] = account
@@ -147,13 +163,14 @@ class Visit:
     def tenant(self) -> str:
         return self._entry.key.tenant
 
-    def enter(self) -> None:
-        """Raises ApiError (429)."""
+    def enter(self, *, works: bool = True) -> None:
+        """`works`: an engine has work to do for it. Raises ApiError (429)."""
+        account = self._entry.account
         try:
-            self._entry.account.enter(time.monotonic())
+            (account.enter if works else account.ask)(time.monotonic())
         except Exceeded as exc:
             raise self._refused(exc) from None
-        self._entered = True
+        self._entered = works
         self._entry.series["admitted"].inc()
 
     def check_model(self, model: str) -> None:

@@ -4,8 +4,8 @@ Requests and tokens are buckets that are full at first and fill again at their r
 two minutes' worth may come in one. Tokens are reserved before they are used, as many as a request may take, and put
 right when it is known how many it took; a request that took more leaves a debt that later ones wait for.
 
-Times are monotonic seconds and are given, never read. The state is that of one gateway process; whoever
-shares it between processes puts something else in the place of `Account`, which nobody but the door knows.
+Times are monotonic seconds and are given, never read. The state is that of one gateway process; several that are one
+gateway share it (`gateway/processes/books.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ class Bucket:
         self.limit = limit
         self._level = float(limit)
         self._at_s = now_s
+
+    def state(self) -> tuple[float, float, float]:
+        """(limit, level, when it was that)"""
+        return self.limit, self._level, self._at_s
+
+    def restore(self, limit: int, level: float, at_s: float) -> None:
+        """As another's `state` was."""
+        self.limit, self._level, self._at_s = limit, level, at_s
 
     def level(self, now_s: float) -> float:
         if now_s > self._at_s:
@@ -100,6 +108,11 @@ class Account:
         """One request more. Raises Exceeded, and has changed nothing then."""
         if self._most is not None and self.running >= self._most:
             raise Exceeded("concurrent requests", self._most, 1.0)
+        self.ask(now_s)
+        self.running += 1
+
+    def ask(self, now_s: float) -> None:
+        """One request more, which is at work nowhere: it needs no `leave`. Raises Exceeded, as above."""
         requests, tokens = self._requests, self._tokens
         if requests is not None and not requests.has(1, now_s):
             raise Exceeded("requests", requests.limit, requests.wait_s(1, now_s))
@@ -107,7 +120,6 @@ class Account:
             raise Exceeded("tokens", tokens.limit, tokens.wait_s(1, now_s))
         if requests is not None:
             requests.take(1, now_s)
-        self.running += 1
 
     def leave(self) -> None:
         self.running -= 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from gateway.auth.door import Door
+from gateway.auth.door import Door, MakeAccount, own_account
 from gateway.auth.keys import Key, KeysError, keys_of_variable, read_keys
 from gateway.config.schema import AuthConfig
 from gateway.errors import UserError
@@ -26,7 +26,12 @@ class KeySource:
     """`door` has its keys from here."""
 
     def __init__(
-        self, settings: AuthConfig, environment: Mapping[str, str], registry: CollectorRegistry, engine_key: str
+        self,
+        settings: AuthConfig,
+        environment: Mapping[str, str],
+        registry: CollectorRegistry,
+        engine_key: str,
+        account: MakeAccount = own_account,
     ) -> None:
         """Raises UserError."""
         self.problem: str | None = None
@@ -40,16 +45,21 @@ class KeySource:
         if self._file is not None and content is None:
             raise UserError(f"auth.keys_file: {self._unread}")
         self._taken = self._seen = content
-        self.door = Door(self._keys(content), registry, engine_key=engine_key)
+        self.door = Door(self._keys(content), registry, engine_key=engine_key, account=account)
 
     @classmethod
     def of(
-        cls, settings: AuthConfig, environment: Mapping[str, str], registry: CollectorRegistry, engine_key: str
+        cls,
+        settings: AuthConfig,
+        environment: Mapping[str, str],
+        registry: CollectorRegistry,
+        engine_key: str,
+        account: MakeAccount = own_account,
     ) -> KeySource | None:
         """None: requests need no key. Raises UserError."""
         if settings.keys_file is None and settings.keys_env is None:
             return None
-        return cls(settings, environment, registry, engine_key)
+        return cls(settings, environment, registry, engine_key, account)
 
     async def look(self) -> None:
         """Read the file again if it has changed; call it every few seconds."""

@@ -30,6 +30,7 @@ GATEWAY_ALIASES: Aliases = {
     ("gateway", "port"): ("--port",),
     ("gateway", "admin_host"): ("--admin-host",),
     ("gateway", "admin_port"): ("--admin-port",),
+    ("gateway", "processes"): ("--processes",),
 }
 SIDECAR_ALIASES: Aliases = {
     ("sidecar", "engine"): ("--engine",),

@@ -20,9 +20,9 @@ from gateway.config.schema import Config, Worker
 from gateway.config.yamltree import load_tree
 from gateway.errors import nearest
 
-# Ours, but no keys: WARMROUTE_CONFIG names the file, WARMROUTE_ADMIN_TOKEN is a secret, WARMROUTE_E2E_* steers
+# Ours, but no keys: WARMROUTE_CONFIG names the file, those of tokens are secrets, WARMROUTE_E2E_* steers
 # `make e2e`, which hands it to its servers.
-_NO_KEY = re.compile(r"WARMROUTE_(CONFIG|ADMIN_TOKEN|E2E_\w+)")
+_NO_KEY = re.compile(r"WARMROUTE_(CONFIG|ADMIN_TOKEN|INDEXER_TOKEN|E2E_\w+)")
 
 # Kubernetes puts these into every pod beside a Service named warmroute or warmroute-*; they are not ours. The value of
 # *_PORT tells it from a mistyped key of ours.

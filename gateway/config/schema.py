@@ -99,9 +99,26 @@ class GatewayConfig(_Section, frozen=True):
         NonEmpty, Meta(description="Address of /metrics and /debug; loopback unless you decide otherwise.")
     ] = "127.0.0.1"
     admin_port: Annotated[Port, Meta(description="Port of /metrics and /debug; 0 takes a free one.")] = 8001
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Data planes, each with a core to use, that are one gateway on this machine; above 1 a "
+            "supervisor and a hub come with them.",
+        ),
+    ] = 1
     max_body_bytes: Annotated[
         int, Meta(ge=1, description="Largest request body accepted; a larger one is answered 413.")
     ] = 64 << 20
+    min_body_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="A request body that comes more slowly, on average and after 10 s, is given up (408); 0: "
+            "none is.",
+        ),
+    ] = 1024
     max_concurrency: Annotated[
         int,
         Meta(ge=1, description="Requests in flight at once; one more is answered 503 with Retry-After.", extra=LIVE),
@@ -319,11 +336,14 @@ class EppConfig(_Section, frozen=True):
     ] = False
     objectives: Annotated[
         tuple[NonEmpty, ...],
-        Meta(description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first."),
+        Meta(
+            description="Names of x-llm-d-inference-objective with their priorities: NAME=PRIORITY, larger first.",
+            extra=LIVE,
+        ),
     ] = ()
     rewrites: Annotated[
         tuple[NonEmpty, ...],
-        Meta(description="Models asked for in place of others: MODEL=TARGET or MODEL=TARGET*WEIGHT."),
+        Meta(description="Models asked for in place of others: MODEL=TARGET or MODEL=TARGET*WEIGHT.", extra=LIVE),
     ] = ()
     conformance: Annotated[
         bool,
@@ -345,6 +365,13 @@ class IndexerConfig(_Section, frozen=True):
     client_ca: Annotated[
         NonEmpty | None,
         Meta(description="PEM file with the CAs of clients; with it only those with a certificate are served."),
+    ] = None
+    token_env: Annotated[
+        NonEmpty,
+        Meta(description="Name of the environment variable with the token that clients must show; not on the socket."),
+    ] = "WARMROUTE_INDEXER_TOKEN"  # noqa: S105 - its name
+    token_file: Annotated[
+        NonEmpty | None, Meta(description="File with that token, instead of the environment; null: none.")
     ] = None
     metrics_port: Annotated[
         Port, Meta(description="Port of /metrics, /readyz, /livez and /health; 0 takes a free one.")
@@ -476,6 +503,12 @@ class IndexServiceConfig(_Section, frozen=True):
     server_name: Annotated[
         NonEmpty | None, Meta(description="Name that indexers' certificates are checked by; null: the host.")
     ] = None
+    token_env: Annotated[
+        NonEmpty, Meta(description="Name of the environment variable with the token that indexers demand.")
+    ] = "WARMROUTE_INDEXER_TOKEN"  # noqa: S105 - its name
+    token_file: Annotated[
+        NonEmpty | None, Meta(description="File with that token, instead of the environment; null: none.")
+    ] = None
 
 
 class IndexConfig(_Section, frozen=True):
@@ -566,6 +599,14 @@ class QueueConfig(_Section, frozen=True):
             extra=LIVE,
         ),
     ] = "asked"
+    evict_after_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="After so long a wait (or half its objective) a request may take the place of one of lower "
+            "priority than the usual that has no answer yet, which is answered 429; null: none is taken back.",
+            extra=LIVE,
+        ),
+    ] = None
 
 
 class AdminConfig(_Section, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.auth.admin import AdminToken, is_loopback, refused
@@ -65,6 +65,8 @@ class Faces:
         self._hints = hints
         self.rewritten: Rewritten | None = None
         """The body that is sent in place of a request's, for a face that puts another model in."""
+        self.metrics_of_all: Callable[[], Awaitable[bytes]] | None = None
+        """Where this process is one of several: what /metrics has. Raises ApiError."""
         self._gauges = FleetGauges(core, access, in_flight)
         core.metrics.registry.register(self._gauges)
         self.stream = Stream(Snapshots(core, name, draining=draining, in_flight=in_flight).take)
@@ -145,9 +147,16 @@ class Faces:
             body["degraded"] = [msgspec.to_builtins(each) for each in found]
         return json_response(_indented(body), 200 if ready else 503)
 
-    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+    async def metrics_as(self, encoded: Callable[[CollectorRegistry], bytes]) -> bytes:
+        """All metrics as they are now, in a form."""
         self._gauges.refresh()
-        text = await asyncio.to_thread(generate_latest, self._core.metrics.registry)
+        return await asyncio.to_thread(encoded, self._core.metrics.registry)
+
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        if self.metrics_of_all is not None:
+            text = await self.metrics_of_all()
+        else:
+            text = await self.metrics_as(generate_latest)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Server": SERVER_NAME})
 
     async def _cache(self, request: web.BaseRequest) -> web.Response:
@@ -223,6 +232,10 @@ class AdminPort:
         self._engine_headers = engine_headers or {}
         self.prefixes: dict[str, Page] = {}
         self._is_local = is_loopback(host)
+
+    def open(self) -> None:
+        """Whoever reaches it has been let in: it is on a socket in a private folder."""
+        self._token, self._is_local = None, False
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = target_of(request).partition("?")[0]

@@ -51,6 +51,7 @@ DEGRADATIONS = (
     "tokens_slow",
     "learning_not_kept",
     "replicas_apart",
+    "process_lost",
     "indexer_lost",
     "index_trimmed",
     "index_differs",

@@ -16,6 +16,8 @@ _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 2
 _DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _WAIT_BUCKETS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0)
+_INPUT_TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
+_OUTPUT_TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _STATUSES = {int(status): str(int(status)) for status in HTTPStatus}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # A second series for each, which nobody asks for.
@@ -33,6 +35,7 @@ REJECTED = (
     "predicted_late",
     "saturated",
     "draining",
+    "evicted",
     "no_identity",
     "bad_key",
     "key_limit",
@@ -40,7 +43,7 @@ REJECTED = (
     "unknown_path",
     "decision_timeout",
 )
-"""Reasons for which a request never reached a worker."""
+"""Reasons for which a request never reached a worker, or (`evicted`) was taken back from one."""
 RETRIED = ("connect", "disconnected", "timeout", "status_502", "status_503")
 CUT = ("client_left", "client_stalled", "upstream_broke", "timeout", "drained", "too_large", "aborted")
 """Why an answer was not relayed to its end."""
@@ -57,7 +60,10 @@ class Metrics:
             "warmroute_requests", "Requests answered, by worker and status.", ("worker", "status"), registry=registry
         )
         self._rejected = Counter(
-            "warmroute_requests_rejected", "Requests that never reached a worker.", ("reason",), registry=registry
+            "warmroute_requests_rejected",
+            "Requests that never reached a worker, or (evicted) were taken back from one.",
+            ("reason",),
+            registry=registry,
         )
         self._retries = Counter(
             "warmroute_retries", "Second attempts on another worker or connection.", ("reason",), registry=registry
@@ -110,6 +116,14 @@ class Metrics:
             buckets=_DURATION_BUCKETS_S,
             registry=registry,
         )
+        self._input_tokens, self._cached_tokens, self._output_tokens = (
+            Histogram(f"warmroute_request_{what}_tokens", text, buckets=buckets, registry=registry)
+            for what, text, buckets in (
+                ("input", "Prompt tokens of requests, as their answers tell them.", _INPUT_TOKENS),
+                ("cached", "Of these, found in the engine's cache; where answers tell it.", (0, *_INPUT_TOKENS)),
+                ("output", "Tokens of answers, as they tell them themselves.", _OUTPUT_TOKENS),
+            )
+        )
         self._request_series: dict[tuple[str, int], Counter] = {}
         self._workers: dict[str, Counter] = {}
         self._decided: dict[tuple[str, TokenSource], Counter] = {
@@ -143,6 +157,16 @@ class Metrics:
         self._request_child(worker, status).inc()
         if duration_s is not None:
             self.duration.observe(duration_s)
+
+    def tokens(self, input_tokens: int | None, cached_tokens: int | None, output_tokens: int | None) -> None:
+        """What a whole good answer says; None: it does not."""
+        for family, value in (
+            (self._input_tokens, input_tokens),
+            (self._cached_tokens, cached_tokens),
+            (self._output_tokens, output_tokens),
+        ):
+            if value is not None:
+                family.observe(value)
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(reason).inc()

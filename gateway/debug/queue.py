@@ -28,6 +28,7 @@ def queue_page(queue: Queue, fleet: Fleet) -> dict[str, Any]:
     return {
         "enabled": queue.settings.enabled,
         "waiting": queue.n_waiting,
+        "evictable": len(queue.evictables),
         "models": {name: _lane(lane, now_s) for name, lane in sorted(queue.lanes.items())},
         "workers": {
             name: {
@@ -79,6 +80,9 @@ def queue_gauges(queue: Queue, fleet: Fleet) -> Iterator[Metric]:
         for model, lane in lanes:
             family.add_metric([model], float(read(lane)))
         yield family
+    evictable = GaugeMetricFamily("warmroute_queue_evictable", "Requests at workers that could be taken back.")
+    evictable.add_metric([], len(queue.evictables))
+    yield evictable
 
 
 def filling(queue: Queue) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,7 @@ REMEDIES = {
     "tokens_slow": "nothing has to be done; docs/tokens.md says why",
     "learning_not_kept": "make the folder of learning.file writable",
     "replicas_apart": "do what the text says (docs/replicas.md); until then each replica counts its own requests alone",
+    "process_lost": "nothing, it is started again; if it ends again, the log says why (docs/processes.md)",
     "indexer_lost": "start warmroute indexer, or mend index.service.addresses; it is looked for all the time",
     "index_trimmed": "raise index.budget_bytes to that of the indexer",
     "index_differs": "report it, with the logs of both; what is wrong is put right each time it is found",

@@ -25,7 +25,7 @@ class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
     time after the connection is up, so what was published in between is looked for `verify_after_s` later.
     What a replay that was given up left out is asked for again `mend_after_s` later, and then ever more seldom.
     `connect_timeout_s` bounds one connection attempt, `reopen_after_s` is the wait before a socket that could not be
-    opened is tried again.
+    opened is tried again. `link_local`: endpoints may be at such addresses, and those of cloud metadata.
     """
 
     replay_timeout_s: float = 2.0
@@ -37,6 +37,7 @@ class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
     mend_at_most_s: float = 60.0
     connect_timeout_s: float = 5.0
     reopen_after_s: float = 5.0
+    link_local: bool = False
 
 
 class FeedStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,8 @@ class Link(Intake, Protocol):
 
     on_news: OnNews
     on_clear: OnClear
+    is_live: bool
+    """Whether an indexer is followed now."""
 
     @property
     def is_stale(self) -> bool:

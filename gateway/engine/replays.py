@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import zmq
 
+from gateway.addresses import check_endpoint
 from gateway.engine.feed import Feed, IngestSettings
 from gateway.engine.turns import Inbox, Turns
 from indexer import FrameError, Replay, parse_frames
@@ -102,6 +103,8 @@ class Replays:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.IPV6, 1)
             dealer.setsockopt(zmq.RCVHWM, 0)  # the ROUTER drops what does not fit
+            if not self._settings.link_local:
+                check_endpoint(feed.replay_endpoint)
             dealer.connect(feed.replay_endpoint)
             dealer.send_multipart([b"", request.start.to_bytes(SEQ_BYTES, "big")], zmq.NOBLOCK)
             request.inbox = Inbox(

@@ -7,12 +7,15 @@ before it have been read, so that what an old process said last never mixes with
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Callable
 from typing import Literal, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from gateway.addresses import check_endpoint, check_peer
 from gateway.engine.feed import IngestSettings
 from gateway.engine.refusal import RefusalProbe
 from gateway.engine.turns import Inbox, Socket, Turns
@@ -23,6 +26,7 @@ State = Literal["closed", "connecting", "listening", "connected", "disconnected"
 
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -86,6 +90,7 @@ class Source:
         self._turns = turns
         self._reopen: Callable[[], None] = lambda: self.open(context, turns, settings)
         self._reopen_after_s = settings.reopen_after_s
+        self._anywhere = self.bind or settings.link_local
         sub: Socket | None = None
         try:
             sub = context.socket(zmq.SUB)
@@ -106,6 +111,8 @@ class Source:
             if self.bind:
                 sub.bind(self.endpoint)
             else:
+                if not self._anywhere:
+                    check_endpoint(self.endpoint)
                 sub.connect(self.endpoint)
             self._inbox = Inbox(sub, self._message, self._broke, self._drained)
             turns.watch(self._monitor)
@@ -146,7 +153,7 @@ class Source:
         if self.state == "failed":
             self._reopen()
 
-    def _broke(self, error: zmq.ZMQError) -> None:
+    def _broke(self, error: Exception) -> None:
         self._shut(self._inbox.socket if self._inbox is not None else None)
         self._fail(error)
 
@@ -173,6 +180,8 @@ class Source:
             self._greeting = _MESSAGES_BEFORE_GREETING
             if self._inbox is not None:
                 self._turns.touch(self._inbox)
+        elif event == zmq.EVENT_CONNECTED:
+            self._check_peer(seen["value"])
         elif event == zmq.EVENT_DISCONNECTED:
             self.disconnects += 1
             self.state = self.state if self.bind else "disconnected"
@@ -181,6 +190,21 @@ class Source:
                 self._probe = RefusalProbe(self._turns, seen["endpoint"].decode(errors="replace"), self._was_refused)
         else:
             self.failed_handshakes += 1
+
+    def _check_peer(self, fd: int) -> None:
+        """ZeroMQ resolves names itself, so that where one has led is known afterwards only."""
+        if self._anywhere:
+            return
+        try:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                peer = connection.getpeername()
+        except OSError:
+            return  # It is gone already.
+        try:
+            check_peer(peer)
+        except OSError as error:
+            wrong = error
+            self._turns.after(0.0, lambda: self._broke(wrong))
 
     def _was_refused(self) -> None:
         if self.state == "disconnected":

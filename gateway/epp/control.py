@@ -16,6 +16,7 @@ REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 CHOSEN_BY_TEST = "test-epp-endpoint-selection"
 """Of the conformance suite of GAIE, as the next."""
 SERVED_FOR_TEST = "x-conformance-test-served-endpoint"
+PICKED_FOR_TEST = "x-conformance-test-selected-endpoint"
 
 _OURS = frozenset({*OBJECTIVE, *FAIRNESS, *REWRITE, CHOSEN_BY_TEST})
 """They have done their work here. Headers that steer workers go no further than the protocol."""

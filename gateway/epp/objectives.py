@@ -17,6 +17,10 @@ class Objectives:
         self._configured = dict(configured or {})
         self._found: dict[str, int] = {}
 
+    def configure(self, configured: Mapping[str, int]) -> None:
+        """Those of the configuration from now on."""
+        self._configured = dict(configured)
+
     def replace(self, found: Mapping[str, int]) -> None:
         self._found = dict(found)
 

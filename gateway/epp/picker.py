@@ -22,11 +22,20 @@ from multidict import CIMultiDict
 from gateway import form
 from gateway.config.schema import EppConfig
 from gateway.epp import carrying
-from gateway.epp.control import CHOSEN_BY_TEST, REWRITE, SERVED_FOR_TEST, Control, not_for_workers, read_control
+from gateway.epp.control import (
+    CHOSEN_BY_TEST,
+    PICKED_FOR_TEST,
+    REWRITE,
+    SERVED_FOR_TEST,
+    Control,
+    not_for_workers,
+    read_control,
+)
 from gateway.epp.objectives import DEFAULT, Objectives
 from gateway.epp.parts import EppParts
 from gateway.epp.refusals import refusal
 from gateway.epp.rewrites import Rewrites
+from gateway.epp.sent import Sent
 from gateway.epp.watching import Watched
 from gateway.extproc.types import Ask, Pick, Refusal
 from gateway.handoff.bodies import is_takeable
@@ -42,7 +51,7 @@ from gateway.proxy.routes import ROUTES, Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.request import BadRequest, members_of
 from gateway.stored import Place
-from gateway.tracing.types import TRACE_ID_HEADER, TRACEPARENT, TRACESTATE, RequestTrace
+from gateway.tracing.types import TRACEPARENT, TRACESTATE, RequestTrace
 from scorer.types import RequestFacts
 
 _log = logging.getLogger(__name__)
@@ -101,10 +110,7 @@ class PlannedPicker:
             error = ApiError(500, "The endpoint picker failed.", type_=errors.INTERNAL, code="internal")
         record.status, record.error = error.status, error.code
         self._over(record, began_s, trace)
-        refused = refusal(error, request_id)
-        if record.trace_id is None:
-            return refused
-        return msgspec.structs.replace(refused, headers={**refused.headers, TRACE_ID_HEADER: record.trace_id})
+        return refusal(error, record)
 
     def _over(self, record: Record, began_s: float, trace: RequestTrace | None) -> None:
         """Nothing was picked."""
@@ -323,6 +329,8 @@ class _Picking:
         others = carrying.fallbacks(plan, shared.places, self._picker._settings.fallback_endpoints)
         scores = carrying.scores(plan, shared.places) if self._picker._settings.emit_scores else {}
         pick = self._pick((endpoint, *others), headers, body, rename, scores)
+        sent, queue = Sent(flight, self._record), self._parts.queue
+        may_go = queue is not None and self._route.queued and queue.sent(flight.facts, sent)
         watch = Watched(
             shared,
             self._record,
@@ -334,8 +342,9 @@ class _Picking:
             keeps=steps.keeps_response(self._route.tokens, body),
             wait_s=wait_s,
             trace=self._trace,
+            answered=partial(queue.evictables.remove, sent) if queue is not None and may_go else None,
         )
-        return pick(watch=watch)
+        return pick(watch=watch, recall=sent.recall if may_go else None)
 
     # ---- without -----------------------------------------------------------------------------------------------------
 
@@ -377,7 +386,7 @@ class _Picking:
         scores: dict[str, float] | None = None,
     ) -> Callable[..., Pick]:
         """The pick but for its watch, which exists only when nothing can go wrong any more."""
-        asked = self._ask.headers
+        asked, is_test = self._ask.headers, self._picker._settings.conformance
         if "x-request-id" not in asked:
             headers["x-request-id"] = self._record.request_id
         context = {} if self._trace is None or self._ask.context else self._trace.context()
@@ -396,7 +405,8 @@ class _Picking:
             body=None if body == self._ask.body else body,
             rename=rename,
             hide_headers=() if self._parts.response_headers else (OUTCOME_HEADER,),
-            served_header=SERVED_FOR_TEST if self._picker._settings.conformance else None,
+            add_headers={PICKED_FOR_TEST: ",".join(endpoints)} if is_test else {},
+            served_header=SERVED_FOR_TEST if is_test else None,
             scores=scores or {},
         )
 

@@ -17,14 +17,24 @@ class Rewrites:
 
     def __init__(self, configured: Sequence[Rule] = ()) -> None:
         self._configured = tuple(configured)
+        self._found: tuple[Rule, ...] = ()
         self._by_model: dict[str, tuple[Target, ...]] = {}
         self._others: tuple[Target, ...] = ()
-        self.replace(())
+        self._index()
+
+    def configure(self, configured: Sequence[Rule]) -> None:
+        """Those of the configuration from now on."""
+        self._configured = tuple(configured)
+        self._index()
 
     def replace(self, found: Sequence[Rule]) -> None:
+        self._found = tuple(found)
+        self._index()
+
+    def _index(self) -> None:
         by_model: dict[str, tuple[Target, ...]] = {}
         others: tuple[Target, ...] = ()
-        for rule in (*found, *self._configured):
+        for rule in (*self._found, *self._configured):
             for model in rule.models:
                 by_model.setdefault(model, rule.targets)
             if not rule.models:

@@ -28,6 +28,7 @@ from gateway.errors import UserError
 from gateway.extproc.server import PickerServer, PickerSettings
 from gateway.extproc.tls import Given, Identity, SelfSigned
 from gateway.proxy.server import HttpServer
+from gateway.reload import KeyPath
 from gateway.service import Service, admin_token_of, known_workers, run, with_policy, without_keys
 from gateway.tls import ServingCertificate
 
@@ -150,6 +151,13 @@ class Epp(Service):
     def discoveries(self) -> list[Discovery]:
         self._known = known_workers(self.config, objectives=self.objectives.replace, rewrites=self.rewrites.replace)
         return [self.as_seen(each) for each in self._known]
+
+    def _take_config(self, given: Config, changed: frozenset[KeyPath]) -> None:
+        settings = given.epp
+        objectives, rewrites = read_objectives(settings.objectives), read_rewrites(settings.rewrites)
+        super()._take_config(given, changed)
+        self.objectives.configure(objectives)
+        self.rewrites.configure(rewrites)
 
     def as_seen(self, discovery: Discovery) -> Discovery:
         return Addressed(discovery)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import msgspec
 from multidict import CIMultiDict
@@ -20,10 +21,12 @@ from gateway.proxy.access import Record
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import OUTCOME_HEADER
 from gateway.proxy.usage import Usage, UsageTail
+from gateway.queue.shed import EVICTED
 from gateway.tracing.types import RequestTrace
 from scorer.planner import ModelNotFound, NoWorker
 from scorer.types import LOCAL, Outcome, OutcomeKind, PdReason
 
+EVICTED_STATUS = 429
 UNSEEN = 0
 """In logs and metrics, the status of a response that the proxy does not show."""
 _HELD_EVENTS = 16
@@ -44,13 +47,14 @@ _PAIR_FAILED = frozenset(
 
 class Watched:
     """One pick. `flight` None: nothing is booked. `kind`: of the prompt; `keeps`: the worker is to keep the response;
-    `wait_s` as `Queue.enter` returned it; `began_s` when the request was here.
+    `wait_s` as `Queue.enter` returned it; `began_s` when the request was here. `answered` is called when its response
+    begins, or it is over.
     """
 
     __slots__ = (
-        "_began_s", "_elsewhere", "_endpoint", "_first", "_flight", "_guessed", "_is_stream", "_keeps", "_kind",
-        "_local_text", "_over", "_parts", "_plan_id", "_record", "_shared", "_tail", "_timer", "_trace", "_usage",
-        "_wait_s",
+        "_answered", "_began_s", "_elsewhere", "_endpoint", "_first", "_flight", "_guessed", "_is_stream", "_keeps",
+        "_kind", "_local_text", "_over", "_parts", "_plan_id", "_record", "_shared", "_tail", "_timer", "_trace",
+        "_usage", "_wait_s",
     )  # fmt: skip
 
     def __init__(
@@ -66,8 +70,10 @@ class Watched:
         keeps: bool = False,
         wait_s: float | None = None,
         trace: RequestTrace | None = None,
+        answered: Callable[[], None] | None = None,
     ) -> None:
         self._trace = trace
+        self._answered = answered
         self._usage: Usage | None = None
         self._shared = shared
         self._parts = shared.parts
@@ -100,6 +106,7 @@ class Watched:
 
     def responded(self, status: int, headers: CIMultiDict[str], served: str | None) -> None:
         record, flight = self._record, self._flight
+        self._now_answered()
         record.status = status
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         if is_local_reply(status, headers):
@@ -169,6 +176,15 @@ class Watched:
         finally:
             self._finish()
 
+    def recalled(self) -> None:
+        self._record.status, self._record.error = EVICTED_STATUS, EVICTED
+        self._finish()
+
+    def _now_answered(self) -> None:
+        if self._answered is not None:
+            self._answered()
+            self._answered = None
+
     # ---- what it means -----------------------------------------------------------------------------------------------
 
     def _note_first(self, flight: Flight) -> None:
@@ -186,7 +202,7 @@ class Watched:
         usage = self._usage = None if self._tail is None else self._tail.read()
         if usage is not None:
             if self._elsewhere:  # What was predicted there was predicted after the fact.
-                self._record.output_tokens, self._record.cached_tokens = usage.output_tokens, usage.cached_tokens
+                steps.note_tokens(self._parts, self._record, usage)
             else:
                 steps.note_usage(self._parts, self._record, flight, usage)
         flight.end(None if usage is None else usage.output_tokens)
@@ -279,6 +295,7 @@ class Watched:
         if self._over:
             return
         self._over = True
+        self._now_answered()
         try:
             if self._timer is not None:
                 self._timer.cancel()

@@ -10,6 +10,7 @@ NO_ENDPOINTS = "rejected-no-endpoints"
 SATURATED = "rejected-saturated"
 EXPIRED = "rejected-ttl-expired"
 SHUTTING_DOWN = "rejected-shutting-down"
+EVICTED = "evicted-priority"
 
 
 def refusal(error: ApiError, dropped: str | None = None) -> Refusal:

@@ -14,6 +14,9 @@
 #               any but SENT -> DROPPED                          HEAD -> REFUSED
 #               (refused, or overtaken by a response)            (there is none: the request was refused)
 #
+# What may be taken back (`Pick.recall`) can be as long as the proxy has no head of its response. In full duplex the
+# head of a stream is held (HEAD -> HELD) until its first chunk, since engines send it before they have begun.
+#
 # What each message does in each state is a table (_HANDLERS); a pair that is not in it is an error. How bodies are
 # exchanged is told by the proxy in its first message and is a table too (_REQUEST_BODIES, _RESPONSE_BODIES):
 #
@@ -77,6 +80,7 @@ class _Request:
 
 class _Response:
     HEAD = _State("HEAD")
+    HELD = _State("HELD")
     BODY = _State("BODY")
     OVER = _State("OVER")
     REFUSED = _State("REFUSED")
@@ -137,8 +141,11 @@ class Session:
 
         self._response = _Response.HEAD
         self._told: Told | None = None
+        self._holds = False
+        self._held: pb.ProcessingRequest | None = None
         self._rename: tuple[str, str] | None = None
         self._hide_headers: tuple[str, ...] = ()
+        self._add_headers: dict[str, str] = {}
         self._served_header: str | None = None
         self._renamer: Renamer | None = None
         self._tells_length = False
@@ -174,7 +181,9 @@ class Session:
             answers = self._send(verdict)
             self.ask, self._request = None, _Request.SENT
             self._told, self._rename, told = told, verdict.rename, None
-            self._hide_headers, self._served_header = verdict.hide_headers, verdict.served_header
+            self._hide_headers, self._add_headers = verdict.hide_headers, verdict.add_headers
+            self._served_header = verdict.served_header
+            self._holds = verdict.recall is not None and self._response_bodies.streamed
         finally:
             if told is not None:
                 told.aborted()
@@ -183,6 +192,14 @@ class Session:
         while self._later:
             answers += self.feed(self._later.popleft())
         return answers
+
+    def take_back(self, refusal: Refusal) -> Answers:
+        """Refuse what was sent on, in place of its response. Empty: that has begun, or the stream is over."""
+        told = self._told
+        if told is None or told.over or self._response not in (_Response.HEAD, _Response.HELD):
+            return []
+        told.recalled()
+        return self._refuse(refusal)
 
     def close(self) -> None:
         """The stream is over. May be called in any state, and twice."""
@@ -335,15 +352,21 @@ class Session:
         status = head.pseudo.get(":status", "")
         if not (status.isascii() and status.isdigit() and len(status) == 3):
             raise ProtocolError("response_headers without a status")
-        answer = wire.unchanged("response_headers")
         ends = message.response_headers.end_of_stream
+        may_hold = self._holds and self._response is _Response.HEAD and not ends
+        if may_hold and status[0] == "2" and _is_stream(head.headers):
+            self._response, self._held = _Response.HELD, message
+            return []
+        answer = wire.unchanged("response_headers")
         self._response = _Response.OVER if ends else _Response.BODY
         if self._told is None:
             return [answer]
-        served = wire.served_of(message)
-        self._told.responded(int(status), head.headers, served)
-        if self._hide_headers or (self._served_header is not None and served is not None):
-            wire.change_response(answer, self._hide_headers, self._served_header, served)
+        self._told.responded(int(status), head.headers, wire.served_of(message))
+        if self._served_header is not None:
+            added = {**self._add_headers, self._served_header: wire.served_or_why(message)}
+            wire.change_response(answer, self._hide_headers, added)
+        elif self._hide_headers or self._add_headers:
+            wire.change_response(answer, self._hide_headers, self._add_headers)
         if ends:
             self._told.ended()
         elif not self._response_bodies.ends_seen and not self._response_bodies.at_once:
@@ -354,6 +377,12 @@ class Session:
             if not self._response_bodies.at_once:
                 wire.without_content_length(answer)
         return [answer]
+
+    def _after_head(self, message: pb.ProcessingRequest) -> Answers:
+        """What comes first of a response whose head was held."""
+        head, self._held = self._held, None
+        assert head is not None  # noqa: S101 - it is what the state says
+        return [*self._response_head(head), *self.feed(message)]
 
     def _response_body(self, message: pb.ProcessingRequest) -> Answers:
         data, ends = message.response_body.body, message.response_body.end_of_stream
@@ -388,6 +417,10 @@ def _is_tunnel(head: wire.Head) -> bool:
     return method == "CONNECT" or (method == "GET" and head.headers.get("upgrade", "").lower() == "websocket")
 
 
+def _is_stream(headers: CIMultiDict[str]) -> bool:
+    return headers.get("content-type", "").startswith("text/event-stream")
+
+
 def _can_rename(headers: CIMultiDict[str]) -> bool:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind in _RENAMED_TYPES and headers.get("content-encoding", "identity").lower() == "identity"
@@ -409,6 +442,8 @@ _HANDLERS: dict[tuple[_State, str], Callable[[Session, pb.ProcessingRequest], An
     (_Request.DROPPED, "request_body"): Session._ignored,
     (_Request.DROPPED, "request_trailers"): Session._ignored,
     (_Response.HEAD, "response_headers"): Session._response_head,
+    (_Response.HELD, "response_body"): Session._after_head,
+    (_Response.HELD, "response_trailers"): Session._after_head,
     (_Response.BODY, "response_body"): Session._response_body,
     (_Response.BODY, "response_trailers"): Session._response_trailers,
     (_Response.OVER, "response_trailers"): Session._response_trailers,

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 
 import msgspec
 
 from gateway.extproc.complaints import Complaints
 from gateway.extproc.refusals import internal, undecided
 from gateway.extproc.session import ProtocolError, Session
-from gateway.extproc.types import Ask, Picker, Refusal
+from gateway.extproc.types import Ask, Pick, Picker, Refusal
 from gateway.pb import ext_proc_pb2 as pb
 from gateway.proxy.errors import log_unexpected
 from gateway.tracing.types import TRACEPARENT, TRACESTATE
@@ -128,9 +128,13 @@ class Stream(ABC):
         if self._shared.hears_context:
             context = {name: value for name, value in self.metadata() if name in _OF_CONTEXT and type(value) is str}
             ask = msgspec.structs.replace(ask, context=context)
-        self._picking = task = asyncio.get_running_loop().create_task(self._pick(ask), name="pick")
+        self._picking = self._run(self._pick(ask), "pick")
+
+    def _run(self, what: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(what, name=name)
         self._shared.tasks.add(task)
         task.add_done_callback(self._shared.tasks.discard)
+        return task
 
     def _call_off(self) -> None:
         if self._picking is not None:
@@ -143,9 +147,22 @@ class Stream(ABC):
             async with limit:
                 verdict = await self._shared.picker.pick(ask)
             self.outgoing += self._session.decide(verdict)
+            if isinstance(verdict, Pick) and verdict.recall is not None:
+                verdict.recall.bind(self._take_back)
         except Exception as exc:
             self.outgoing += self._session.decide(self._instead(exc, limit.expired()))
         self._picking = None  # What is decided is also sent.
+        await self._write()
+
+    def _take_back(self, refusal: Refusal) -> bool:
+        answers = self._session.take_back(refusal)
+        if not answers:
+            return False
+        self.outgoing += answers
+        self._run(self._write(), "take back")
+        return True
+
+    async def _write(self) -> None:
         try:
             await self.flush()
         except Exception as exc:  # The proxy has gone; the transport learns of it by itself.

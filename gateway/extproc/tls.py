@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import datetime
 import ssl
-import tempfile
 from pathlib import Path
 
 import grpc
 
-from gateway.tls import ServingCertificate
+from gateway.tls import ServingCertificate, load_pair
 
 _NAME = "warmroute"
 _YEARS = 10
@@ -57,10 +56,7 @@ class SelfSigned:
 
     def context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        with tempfile.NamedTemporaryFile(prefix="warmroute-") as file:  # Which only its owner may read.
-            file.write(self._key + self._certificate)
-            file.flush()
-            context.load_cert_chain(file.name)
+        load_pair(context, self._certificate, self._key)
         context.set_alpn_protocols([_ALPN])
         return context
 
@@ -72,7 +68,7 @@ Identity = Given | SelfSigned
 
 
 def _of_files(certificate: ServingCertificate, client_ca: str | None) -> grpc.ServerCertificateConfiguration:
-    cert, key = (Path(file).read_bytes() for file in certificate.pair)
+    cert, key = certificate.contents[:2]
     roots = None if client_ca is None else Path(client_ca).read_bytes()
     return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
 

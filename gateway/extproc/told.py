@@ -37,6 +37,9 @@ class Told:
     def unseen(self) -> None:
         self._end(self._watch.unseen)
 
+    def recalled(self) -> None:
+        self._end(self._watch.recalled)
+
     def _end(self, last: Callable[[], None]) -> None:
         if not self.over:
             self.over, self._deaf = True, False

@@ -6,7 +6,7 @@ then becomes of the request the protocol tells the pick's `Watch`. Endpoints are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -36,8 +36,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch(Protocol):
-    """Hears what becomes of a picked request. Exactly one of `ended`, `aborted` and `unseen` comes last, and only once;
-    none of these may await or raise.
+    """Hears what becomes of a picked request. Exactly one of `ended`, `aborted`, `unseen` and `recalled` comes last,
+    and only once; none of these may await or raise.
     """
 
     def responded(self, status: int, headers: CIMultiDict[str], served: str | None) -> None:
@@ -57,6 +57,25 @@ class Watch(Protocol):
     def unseen(self) -> None:
         """The proxy is configured to show no responses, and the request is on its way."""
 
+    def recalled(self) -> None:
+        """The request was taken back by the pick's `Recall`."""
+
+
+class Recall:
+    """By which a request can be taken back that was sent on, until its response begins. Of a stream that is when its
+    first chunk is here, where the protocol lets the head wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._refuse: Callable[[Refusal], bool] | None = None
+
+    def bind(self, refuse: Callable[[Refusal], bool]) -> None:
+        self._refuse = refuse
+
+    def refuse(self, refusal: Refusal) -> bool:
+        """Answer it with that; False: it is too late."""
+        return self._refuse is not None and self._refuse(refusal)
+
 
 class Pick(msgspec.Struct, frozen=True, kw_only=True):
     """Where the request goes.
@@ -64,8 +83,9 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: the first is the choice, the others are for proxies that retry. set_headers, remove_headers: beside the
     destination, which the protocol sets itself; those to be removed in lower case. body: in place of the client's;
     None: not a byte changes. rename: a model name of the response and what clients are told instead. hide_headers: of
-    the response, not for the client. served_header: that tells the client who has served it; None: none does. scores:
-    of endpoints, the larger the better, for the proxy's metadata.
+    the response, not for the client. add_headers: to it. served_header: that tells who has served it, as GAIE's
+    conformance suite reads it; None: none does. scores:
+    of endpoints, the larger the better, for the proxy's metadata. recall: to take it back by; None: it will not be.
     """
 
     endpoints: tuple[str, ...]
@@ -75,8 +95,10 @@ class Pick(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes | None = None
     rename: tuple[str, str] | None = None
     hide_headers: tuple[str, ...] = ()
+    add_headers: dict[str, str] = {}
     served_header: str | None = None
     scores: dict[str, float] = {}
+    recall: Recall | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

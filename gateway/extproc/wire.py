@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 from google.protobuf.struct_pb2 import Value
@@ -92,6 +92,17 @@ def served_of(message: pb.ProcessingRequest) -> str | None:
         if _UPSTREAM_ADDRESS in attributes.fields:
             return attributes.fields[_UPSTREAM_ADDRESS].string_value or None
     return None
+
+
+def served_or_why(message: pb.ProcessingRequest) -> str:
+    """What GAIE's conformance suite wants to read: the endpoint by metadata alone, or what is missing there."""
+    spaces = message.metadata_context.filter_metadata
+    if _LB not in spaces:
+        return "fail: missing envoy lb metadata"
+    value = spaces[_LB].fields.get(SERVED)
+    if value is None or value.WhichOneof("kind") != "string_value":
+        return "fail: missing destination endpoint served metadata"
+    return value.string_value
 
 
 def set_header(mutation: pb.HeaderMutation, name: str, value: str) -> None:
@@ -191,14 +202,12 @@ def replaced_body(body: bytes, tells_length: bool) -> pb.ProcessingResponse:
     return message
 
 
-def change_response(
-    message: pb.ProcessingResponse, hide: tuple[str, ...], served_header: str | None, served: str | None
-) -> None:
-    """A response's headers, without those of `hide` and with one that names who has served it."""
+def change_response(message: pb.ProcessingResponse, hidden: Iterable[str], added: Mapping[str, str]) -> None:
+    """A response's headers, without those of `hidden` and with those of `added`."""
     mutation = message.response_headers.response.header_mutation
-    mutation.remove_headers.extend(hide)
-    if served_header is not None and served is not None:
-        set_header(mutation, served_header, served)
+    mutation.remove_headers.extend(hidden)
+    for name, value in added.items():
+        set_header(mutation, name, value)
 
 
 def without_content_length(message: pb.ProcessingResponse) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import socket
 from typing import TYPE_CHECKING, cast
 
 from multidict import CIMultiDict
@@ -132,6 +134,23 @@ class Connection(asyncio.Protocol):
         room, self.room = self.room, None
         if room is not None and not room.done():
             room.set_result(None)
+
+    # ---- for another process -----------------------------------------------------------------------------------------
+
+    def detach(self) -> socket.socket | None:
+        """The connection, which is no longer ours; None: it cannot be given away now."""
+        transport = self.transport
+        is_idle = self._request is None and not self.ahead and not self._is_ending and not self.is_lost
+        if not is_idle or transport.is_closing() or transport.get_extra_info("sslcontext") is not None:
+            return None
+        if transport.get_write_buffer_size():
+            return None
+        transport.pause_reading()
+        sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        self._is_ending = True
+        self._listener.closed(self)
+        transport.abort()  # Of ours only: the client sees nothing while the other is open.
+        return sock
 
     # ---- for its request ---------------------------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -13,6 +14,7 @@ from gateway.http1.expiry import Expiry
 from gateway.proxy.connection import CLIENT_KEEPALIVE_S, LINGER_S
 from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.routes import Route
+from gateway.proxy.shared_socket import SharedSocket
 
 Serve = Callable[[Incoming, Route, str], Awaitable[Reply | None]]
 
@@ -34,12 +36,16 @@ class Listener:
         host: str,
         port: int,
         tls: ssl.SSLContext | None = None,
+        shared: Sequence[SharedSocket] = (),
     ) -> None:
+        """`shared`: sockets that listen already, in place of `host` and `port`."""
         self.serve = serve
         self._pages = pages
         self.host = host
         self.port = port
         self._tls = tls
+        self._shared = shared
+        self._give: Callable[[socket.socket], None] | None = None
         self._server: asyncio.Server | None = None
         self.connections: set[Connection] = set()
         """Those that are open and not aiohttp's."""
@@ -50,6 +56,11 @@ class Listener:
     async def start(self) -> None:
         """Raises OSError when the address is taken."""
         loop = asyncio.get_running_loop()
+        if self._shared:
+            for each in self._shared:
+                each.listen(lambda: Connection(self, loop), self._tls, lambda: len(self.connections))
+            self.port = self._shared[0].port
+            return
         self._server = await loop.create_server(
             lambda: Connection(self, loop), self.host, self.port, backlog=_BACKLOG, ssl=self._tls
         )
@@ -61,9 +72,26 @@ class Listener:
         return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
     async def stop_accepting(self) -> None:
+        for each in self._shared:
+            each.close()
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    def give_away(self, give: Callable[[socket.socket], None]) -> None:
+        """Connections that wait for a request go there, now and as soon as they do."""
+        self._give = give
+        for connection in list(self.connections):
+            self._give_one(connection)
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether there are connections that cannot be given away: aiohttp's."""
+        return bool(self._pages.connections)
+
+    def _give_one(self, connection: Connection) -> None:
+        if self._give is not None and (sock := connection.detach()) is not None:
+            self._give(sock)
 
     async def close(self) -> None:
         """Cut what still runs."""
@@ -99,6 +127,8 @@ class Listener:
 
     def idles(self, connection: Connection) -> None:
         self._idle.add(connection)
+        if self._give is not None:
+            asyncio.get_running_loop().call_soon(self._give_one, connection)
 
     def lingers(self, connection: Connection) -> None:
         self._ending.add(connection)

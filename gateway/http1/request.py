@@ -115,7 +115,7 @@ class RawRequest:
     def certificate_name(self) -> str | None:
         return self._connection.certificate_name()
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, least_bytes_per_s: int) -> bytes:
         if (self._head.length or 0) > limit:
             raise body_too_large(limit)
         if self.is_read:
@@ -127,7 +127,7 @@ class RawRequest:
             return body
         if self._head.expects and not self._pieces:
             self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return await collect(partial(self._readany, limit), limit)
+        return await collect(partial(self._readany, limit), limit, least_bytes_per_s)
 
     async def _readany(self, limit: int) -> bytes:
         while not self._pieces and not self.is_read:

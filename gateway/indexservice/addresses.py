@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from gateway.auth.token import read
 from gateway.config.schema import IndexServiceConfig
 from gateway.errors import UserError
+from gateway.indexservice.guard import credentials
 from gateway.indexservice.server import MOST_MESSAGE_BYTES
 
 _FIRST_S, _MOST_S = 0.1, 2.0
@@ -17,13 +20,18 @@ _FIRST_S, _MOST_S = 0.1, 2.0
 
 class Addresses:
     """The first that works is kept until it fails; then the next one has its turn. `wait_s` after each failed round
-    grows. Raises UserError for certificates that cannot be read.
+    grows. Raises UserError for certificates and tokens that cannot be read.
     """
 
     def __init__(self, config: IndexServiceConfig, rng: random.Random) -> None:
         self._addresses = config.addresses
         self._credentials = _credentials(config) if config.tls else None
         self._server_name = config.server_name
+        token = read(
+            config.token_file, config.token_env, os.environ, key="index.service.token_file", what="an indexer's token"
+        )
+        self.metadata = credentials(token)
+        """Goes with each call."""
         self._rng = rng
         self._at = 0
         self._failures = 0

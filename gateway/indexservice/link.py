@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 SILENT_S = 4.0
 """An indexer says something every second."""
 _FORGET_TIMEOUT_S = 2.0
+_MOST_BLOCKS = 1 << 25
+"""Of one holder, in a snapshot: far beyond what an engine holds."""
+_MOST_HOLDERS = 1 << 16
 _APART_S = (1.0, 60.0)
 """Between two snapshots because of what went wrong in a copy: at least, and as it goes on."""
 
@@ -56,6 +59,7 @@ class ReplicaLink(Followed):
         self._fed: set[Holder] = set()
         """Holders whose feed was told of while it came in."""
         self._parts: list[Change] = []
+        self._n_blocks = 0
         self._call: grpc.Call | None = None
         self._channel: grpc.Channel | None = None
         self._stopping = threading.Event()
@@ -82,7 +86,9 @@ class ReplicaLink(Followed):
         method = channel.unary_unary(
             f"/{SERVICE}/Forget", pb.ForgetRequest.SerializeToString, pb.ForgetResponse.FromString
         )
-        answer = method.future(pb.ForgetRequest(worker=worker), timeout=_FORGET_TIMEOUT_S)
+        answer = method.future(
+            pb.ForgetRequest(worker=worker), timeout=_FORGET_TIMEOUT_S, metadata=self._addresses.metadata
+        )
         answer.add_done_callback(lambda done: self._told_to_forget(worker, done))
 
     def note(self, facts: RequestFacts) -> str | None:
@@ -195,7 +201,8 @@ class ReplicaLink(Followed):
         self._channel = channel
         self._last_heard_s = self._now()
         watch = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
-        call = self._call = watch(pb.WatchRequest(instance=self._instance, sequence=self.sequence))
+        request = pb.WatchRequest(instance=self._instance, sequence=self.sequence)
+        call = self._call = watch(request, metadata=self._addresses.metadata)
         if self._stopping.is_set():
             call.cancel()
         for update in call:
@@ -235,14 +242,18 @@ class ReplicaLink(Followed):
         if self._told is None:
             raise _Broken("unreadable", "a section came outside of a snapshot")
         if section.first:
-            self._parts = []
-        self._parts += section_changes(section)
+            self._parts, self._n_blocks = [], 0
+        parts = section_changes(section)
+        self._n_blocks += sum(len(part.stored) for part in parts)
+        if self._n_blocks > _MOST_BLOCKS or len(self._parts) > _MOST_BLOCKS or len(self._told) >= _MOST_HOLDERS:
+            raise _Broken("unreadable", "it tells of more than there can be")
+        self._parts += parts
         if section.HasField("feed"):
             self._feeds[holder] = section.feed
         for adapter in section.adapters:
             self._replica.take(Change(worker=section.worker, rank=section.rank, adapter=adapter))
         if section.last:
-            self._counters["blocks"] += sum(len(part.stored) for part in self._parts)
+            self._counters["blocks"] += self._n_blocks
             self._replica.replace(holder, self._parts)
             self._parts = []
             self._told.add(holder)
@@ -250,6 +261,8 @@ class ReplicaLink(Followed):
     def _change(self, message: pb.Change) -> None:
         holder = (message.worker, message.rank)
         if message.HasField("feed"):
+            if len(self._feeds) >= _MOST_HOLDERS and holder not in self._feeds:
+                raise _Broken("unreadable", "it tells of more than there can be")
             self._feeds[holder] = message.feed
             self._fed.add(holder)
             self._heard_s[holder] = self._now()

@@ -20,6 +20,8 @@ _COUNTED = {
     "cut": "Watchers cut off because they were too slow.",
     "matches": "Prompts looked up for others.",
     "refused": "Questions that were none.",
+    "turned_away": "Copies that were not begun, as there were too many.",
+    "unauthenticated": "Calls without the token.",
 }
 
 

@@ -135,7 +135,7 @@ class QueryLink(Followed):
             f"/{SERVICE}/Match", pb.MatchRequest.SerializeToString, pb.MatchResponse.FromString
         )
         try:
-            answer = await method(request, timeout=_LATE_S)
+            answer = await method(request, timeout=_LATE_S, metadata=self._addresses.metadata)
         except grpc.aio.AioRpcError as exc:
             self._counters["failed"] += 1
             self.problem = exc.details() or exc.code().name
@@ -231,7 +231,7 @@ class QueryLink(Followed):
         method = channel.unary_unary(
             f"/{SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
         )
-        stats = await method(pb.StatsRequest(), timeout=_POLL_TIMEOUT_S)
+        stats = await method(pb.StatsRequest(), timeout=_POLL_TIMEOUT_S, metadata=self._addresses.metadata)
         if not stats.ready:
             raise _Unready("it is still catching up, or going down")
         if not self.is_live:
@@ -273,7 +273,7 @@ class QueryLink(Followed):
             f"/{SERVICE}/Forget", pb.ForgetRequest.SerializeToString, pb.ForgetResponse.FromString
         )
         try:
-            await method(pb.ForgetRequest(worker=worker), timeout=_POLL_TIMEOUT_S)
+            await method(pb.ForgetRequest(worker=worker), timeout=_POLL_TIMEOUT_S, metadata=self._addresses.metadata)
         except grpc.aio.AioRpcError as exc:
             self._counters["forgets_failed"] += 1
             _log.warning("the indexer was not told that the cache of %s is empty: %s", worker, exc.details())

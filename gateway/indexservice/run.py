@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import grpc
 import msgspec
 
+from gateway.auth.admin import is_loopback
+from gateway.auth.token import read
 from gateway.config import Config
 from gateway.config.flags import INDEXER_ALIASES
 from gateway.config.schema import IndexerConfig, RedisConfig
@@ -26,6 +30,7 @@ from gateway.publishing import EVENTS_UP
 from gateway.service import Service, admin_token_of, known_workers, run, with_policy, without_keys
 from gateway.tls import ServingCertificate
 
+_log = logging.getLogger(__name__)
 _NOTICED_S = 2.0
 """So long after watchers were sent away, gateways may still ask."""
 _SETTLED_S = 1.5
@@ -45,6 +50,20 @@ class Indexer(Service):
             raise UserError("index.source: an indexer subscribes to the engines itself, so that it must be local")
         config = msgspec.structs.replace(config, redis=RedisConfig())  # It decides nothing that others should hear.
         config = without_keys(config, "indexer")
+        token = read(
+            settings.token_file, settings.token_env, os.environ, key="indexer.token_file", what="the indexer's token"
+        )
+        if (
+            token is None
+            and settings.client_ca is None
+            and settings.port is not None
+            and not is_loopback(settings.host)
+        ):
+            _log.warning(
+                "whoever reaches port %d can read the index and have workers forgotten: set a token (the environment "
+                "variable %s, or indexer.token_file) or indexer.client_ca, or let only gateways reach it",
+                settings.port, settings.token_env,
+            )  # fmt: skip
         admin_token = admin_token_of(config, settings.admin_host, "indexer.admin_host")
         core = Core(with_policy(config, "local"), tokenizes=False)
         super().__init__(
@@ -73,6 +92,7 @@ class Indexer(Service):
                 port=settings.port,
                 socket=settings.socket,
                 credentials=_credentials(settings, self.certificate),
+                token=token,
                 write_timeout_s=settings.write_timeout_s,
             ),
             ready=self._is_ready,

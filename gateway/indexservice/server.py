@@ -17,6 +17,7 @@ import msgspec
 
 from gateway.errors import UserError
 from gateway.extproc.on_grpcio import health_handler
+from gateway.indexservice.guard import MOST_MATCHES, MOST_WATCHERS, TokenDemanded
 from gateway.indexservice.publisher import Publisher, knowledge
 from gateway.indexservice.questions import BadQuestion, prompt_of
 from gateway.indexservice.wire import holding, sections
@@ -39,17 +40,22 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """port None, socket None: not there. write_timeout_s: a watcher that takes no message for so long is cut off."""
+    """port None, socket None: not there. token: what calls to the port must show. write_timeout_s: a watcher that takes
+    no message for so long is cut off.
+    """
 
     host: str = "127.0.0.1"
     port: int | None = 0
     socket: str | None = None
     credentials: grpc.ServerCredentials | None = None
+    token: str | None = None
     write_timeout_s: float = 30.0
 
 
 class Counts(msgspec.Struct):
-    """watchers: now. cut: watchers that were too slow. refused: questions that were none."""
+    """watchers: now. cut: watchers that were too slow. refused: questions that were none. turned_away: as
+    there were too many at once.
+    """
 
     watchers: int = 0
     watches: int = 0
@@ -58,6 +64,8 @@ class Counts(msgspec.Struct):
     cut: int = 0
     matches: int = 0
     refused: int = 0
+    turned_away: int = 0
+    unauthenticated: int = 0
 
 
 class IndexServer:
@@ -83,6 +91,7 @@ class IndexServer:
         self._ready = ready
         self._forgotten = forget
         self._servers: list[grpc.aio.Server] = []
+        self._copying = 0
         self._ending = asyncio.Event()
         self._reading = asyncio.Semaphore(_SNAPSHOTS_AT_ONCE)
         self._version = version("warmroute")
@@ -91,14 +100,21 @@ class IndexServer:
         """Raises UserError where it cannot listen."""
         settings = self._settings
         if settings.port is not None:
-            self.port = await self._listen(host_port(settings.host, settings.port), settings.credentials)
+            guards = [] if settings.token is None else [TokenDemanded(settings.token, SERVICE, self._count_stranger)]
+            self.port = await self._listen(host_port(settings.host, settings.port), settings.credentials, guards)
         if settings.socket is not None:
             _clear_socket(settings.socket)
-            await self._listen(f"unix:{settings.socket}", None)
+            await self._listen(f"unix:{settings.socket}", None, [])
         _log.info("the index is served on port %s, socket %s", self.port or "none", settings.socket or "none")
 
-    async def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        server = grpc.aio.server(options=_OPTIONS)
+    def _count_stranger(self) -> None:
+        self.counts.unauthenticated += 1
+
+    async def _listen(
+        self, address: str, credentials: grpc.ServerCredentials | None, guards: list[TokenDemanded]
+    ) -> int:
+        most = MOST_WATCHERS + MOST_MATCHES
+        server = grpc.aio.server(interceptors=guards, options=_OPTIONS, maximum_concurrent_rpcs=most)
         server.add_generic_rpc_handlers([self._handler(), health_handler(self.is_serving)])
         try:
             bound = bind(server, address, credentials)
@@ -200,10 +216,18 @@ class IndexServer:
             why = "this indexer is going down" if self.draining else "this indexer is still catching up"
             await context.abort(grpc.StatusCode.UNAVAILABLE, why)
 
+    async def _refuse_more(self, context: Context) -> None:
+        if self._copying >= MOST_WATCHERS:
+            self.counts.turned_away += 1
+            why = f"{MOST_WATCHERS} copies are kept or read, the most"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     async def _snapshot(self, request: pb.SnapshotRequest, context: Context) -> None:
         await self._refuse_unready(context)
+        await self._refuse_more(context)
+        self._copying += 1
         try:
             async with aclosing(self._whole(self._publisher.instance)) as whole:
                 async for update, _ in whole:
@@ -211,9 +235,13 @@ class IndexServer:
         except (LookupError, TimeoutError):
             self.counts.cut += 1
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, _TOO_SLOW)
+        finally:
+            self._copying -= 1
 
     async def _watch(self, request: pb.WatchRequest, context: Context) -> None:
         await self._refuse_unready(context)
+        await self._refuse_more(context)
+        self._copying += 1
         self.counts.watchers += 1
         self.counts.watches += 1
         try:
@@ -226,6 +254,7 @@ class IndexServer:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_SLOW)
         finally:
             self.counts.watchers -= 1
+            self._copying -= 1
 
     async def _tell(self, request: pb.WatchRequest, context: Context) -> None:
         publisher = self._publisher

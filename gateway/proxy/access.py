@@ -7,12 +7,15 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 import msgspec
 
 _FLUSH_AFTER_S = 0.05
+_ATOMIC_BYTES = 4096
+"""PIPE_BUF: so much a pipe takes at once or not at all."""
 _MOST_LINES = 20_000
 """Kept at most while the writer is held up; later ones are dropped and counted."""
 
@@ -105,8 +108,9 @@ class AccessLog:
 
     def _write(self, records: list[tuple[float, Record]]) -> None:
         try:
-            self._stream.write("".join(self._line(time_s, record) for time_s, record in records))
-            self._stream.flush()
+            for piece in _pieces(self._line(time_s, record) for time_s, record in records):
+                self._stream.write(piece)
+                self._stream.flush()
         except (OSError, ValueError):
             self.dropped += len(records)
 
@@ -124,6 +128,21 @@ class AccessLog:
                 shown = value if type(value) is not str or _PLAIN(value) else _word(value)
                 parts.append(f"{label}{shown}")
         return " ".join(parts) + "\n"
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
+    """The lines in few pieces, of which each is written whole, whoever else writes to the same pipe."""
+    piece: list[str] = []
+    n_bytes = 0
+    for line in lines:
+        size = len(line) if line.isascii() else len(line.encode("utf-8", "replace"))
+        if piece and n_bytes + size > _ATOMIC_BYTES:
+            yield "".join(piece)
+            piece, n_bytes = [], 0
+        piece.append(line)
+        n_bytes += size
+    if piece:
+        yield "".join(piece)
 
 
 def _told(time_s: float) -> str:

@@ -74,8 +74,12 @@ class AioIncoming:
         transport = self._request.transport
         return None if transport is None else name_in(transport.get_extra_info("peercert"))
 
-    async def body(self, limit: int) -> bytes:
-        return await read_body(self._request, limit)
+    @property
+    def is_read(self) -> bool:
+        return not self._request.can_read_body or self._request.content.is_eof()
+
+    async def body(self, limit: int, least_bytes_per_s: int) -> bytes:
+        return await read_body(self._request, limit, least_bytes_per_s)
 
     async def begin(self, status: int, reason: str, headers: CIMultiDict[str], *, close: bool) -> None:
         response = self._response = RelayedResponse(status=status, reason=reason, headers=headers)

@@ -24,8 +24,10 @@ from gateway.engine.health import End
 from gateway.handoff.prefill_leg import RefusedByPrefill
 from gateway.proxy import errors, steps
 from gateway.proxy.access import Record
+from gateway.proxy.background import Running
 from gateway.proxy.dispatch import Dispatch, Sending
 from gateway.proxy.errors import ApiError
+from gateway.proxy.evictable import Sent
 from gateway.proxy.flight import Flight
 from gateway.proxy.headers import OUTCOME_HEADER, response_headers
 from gateway.proxy.incoming import Incoming, Reply
@@ -35,6 +37,7 @@ from gateway.proxy.routes import Route
 from gateway.proxy.steps import CLIENT_LEFT
 from gateway.proxy.usage import Usage, UsageTail
 from gateway.request import members_of
+from gateway.stored import ResponseHead
 from gateway.tracing.types import TRACE_ID_HEADER
 from scorer.types import PdReason, RequestFacts
 
@@ -43,7 +46,8 @@ _log = logging.getLogger(__name__)
 _LONGEST_REQUEST_ID = 256
 _ID_PREFIX = secrets.token_hex(10)
 _ids = count(1)
-_PREFLIGHT_BYTES = 1024
+_PREFLIGHT_S = 10.0
+"""Longest wait for an engine's answer to one."""
 _BODY_REASONS = {408: "body_timeout", 413: "body_too_large"}
 _SAFE_IN_OUTCOME = "!#$&'()*+,/:<>?@[]^_`{|}~-."
 
@@ -62,6 +66,8 @@ class Exchange:
         "_parts",
         "_plan_id",
         "_relaying",
+        "_running",
+        "_runs_on",
         "_server",
         "_trace",
         "_usage",
@@ -114,6 +120,10 @@ class Exchange:
         self._wait_s: float | None = None
         self._admitted = False
         self._relaying = False
+        self._running: Running | None = None
+        """The response, where there are keys."""
+        self._runs_on = False
+        """It may outlast its answer."""
 
     @property
     def _flight(self) -> Flight | None:
@@ -158,17 +168,12 @@ class Exchange:
             visit = self._visit = steps.at_door(parts, self.headers, anonymous=is_preflight)
             if visit is not None:  # Before its body is read, which takes time and memory.
                 tenant = self.record.tenant = visit.tenant
-                steps.entered(parts, visit)
-        # Preflights need no key, and bring nothing.
-        limit = _PREFLIGHT_BYTES if is_preflight and parts.door is not None else parts.max_body_bytes
+                # A stored response must be to be had while others take all places, itself one of them perhaps.
+                steps.entered(parts, visit, works=self._holder is None)
         trace = self._trace
         if trace is not None:
             trace.stage("read_body")
-        try:
-            body = await self.request.body(limit)
-        except ApiError as exc:
-            self._parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
-            raise
+        body = b"" if is_preflight else await self._body()
         if trace is not None:
             trace.stage("tokenise")
         began_s = time.monotonic()
@@ -180,8 +185,9 @@ class Exchange:
             anonymous=is_preflight,  # Browsers send preflights without the request's headers.
             authenticated=tenant,
         )
-        self._server.admit()
-        self._admitted = True
+        if not is_preflight:  # Those need no key, and have places of their own.
+            self._server.admit()
+            self._admitted = True
         is_placed = self._holder is None and not is_preflight and bool(body)
         members = members_of(body) if is_placed else None
         dispatch = self._dispatch = Dispatch(
@@ -201,7 +207,7 @@ class Exchange:
             await self._relay(await dispatch.at(await self._holder(self.headers, tenant)), self.began_s)
             return None
         if not is_placed:
-            await self._relay(await dispatch.anywhere(), self.began_s)
+            await self._relay(await (_in_time(dispatch) if is_preflight else dispatch.anywhere()), self.began_s)
             return None
         hints = self._parts.hints(self.request)
         facts = steps.hinted(await self._facts(body, members, tenant), hints)
@@ -209,6 +215,7 @@ class Exchange:
             facts = msgspec.structs.replace(facts, tenant=tenant)
         if self._visit is not None:
             facts = steps.within_key(parts, self._visit, facts, self.headers, body, self.route)
+            self._runs_on = self.route.tokens == "responses" and steps.may_run_on(members)
         if facts.keep_local is None and self.request.is_leg:
             facts = msgspec.structs.replace(facts, keep_local=PdReason.PLAN)
         queue = self._parts.queue
@@ -224,11 +231,27 @@ class Exchange:
         self._parts.metrics.overhead.observe(overhead_s)
         self.record.overhead_ms = round(overhead_s * 1000, 3)
         try:
-            answer = await dispatch.run()
+            answer = await self._answer(dispatch, facts)
         except RefusedByPrefill as exc:
             return self._refused(exc)
         await self._relay(answer, began_s)
         return None
+
+    async def _body(self) -> bytes:
+        parts = self._parts
+        try:
+            return await self.request.body(parts.max_body_bytes, parts.min_body_bytes_per_s)
+        except ApiError as exc:
+            parts.metrics.rejected(_BODY_REASONS.get(exc.status, "bad_request"))
+            raise
+
+    async def _answer(self, dispatch: Dispatch, facts: RequestFacts) -> Answer:
+        queue = self._parts.queue
+        # Who asks for a prompt to be computed would only compute it there instead.
+        if queue is None or not self.route.queued or self.request.is_leg:
+            return await dispatch.run()
+        async with Sent(queue, facts, self.record, lambda: dispatch.flight):
+            return await dispatch.run()
 
     async def _facts(self, body: bytes, members: dict[str, Any] | None, tenant: str | None) -> RequestFacts:
         # Clients may repeat an id; bookings are kept under one of ours.
@@ -269,9 +292,7 @@ class Exchange:
             if flight.plan.session is not None:
                 headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
-        raw = b"" if self._dispatch is None else self._dispatch.raw
-        keeps = steps.keeps_response(self.route.tokens, raw)
-        tail = UsageTail(steps.response_head(self._parts, flight) if keeps else None)
+        tail = UsageTail(self._response_head(flight))
         if good:
             flight.first_byte()
             if answer.is_stream:
@@ -291,6 +312,21 @@ class Exchange:
         else:
             flight.refused(answer.status)
         self._parts.handoffs.metrics.stage(flight.plan.choice, stage="decode", outcome="ok" if good else "refused")
+
+    def _response_head(self, flight: Flight) -> ResponseHead | None:
+        """None: the worker keeps no response."""
+        raw = b"" if self._dispatch is None else self._dispatch.raw
+        keeps = steps.keeps_response(self.route.tokens, raw)
+        background = self._parts.background
+        if self._visit is None or background is None or self.route.tokens != "responses":
+            return steps.response_head(self._parts, flight) if keeps else None
+        remember = steps.response_noted(self._parts, flight)
+
+        def found(response_id: str) -> None:
+            self._running = background.begun(response_id)
+            remember(response_id)
+
+        return ResponseHead(found)
 
     def _say_limits(self, headers: MutableMapping[str, str]) -> None:
         """Those of its key, and what is left of them. An answer that is no good one costs no tokens."""
@@ -320,7 +356,7 @@ class Exchange:
         deadline_s = asyncio.get_running_loop().time() + max(
             0.0, self.began_s + self._parts.upstreams.request_timeout_s - time.monotonic()
         )
-        await answer.relay(self.request, headers, flight, tail, close=self._server.draining, deadline_s=deadline_s)
+        await answer.relay(self.request, headers, flight, tail, close=self._closes, deadline_s=deadline_s)
 
     def _own_answer(self, error: ApiError) -> Reply:
         self.record.status, self.record.error = error.status, error.code
@@ -330,8 +366,13 @@ class Exchange:
         if self.record.trace_id is not None:
             reply.headers[TRACE_ID_HEADER] = self.record.trace_id
         self._name_choice(reply.headers)
-        reply.close = self._server.draining or error.status in _BODY_REASONS
+        reply.close = self._closes or error.status in _BODY_REASONS
         return reply
+
+    @property
+    def _closes(self) -> bool:
+        """Whether the connection ends with the answer: what was not read of a request is not waited for."""
+        return self._server.draining or not self.request.is_read
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 
@@ -364,16 +405,32 @@ class Exchange:
 
     def _settle(self, visit: Visit) -> None:
         """Count against its key what it took: what its answer says, else what went by, else what was reserved. Of one
-        that no worker has answered well, nothing.
+        that no worker has answered well, nothing. One that goes on in the background is at work until it is over.
         """
         flight, usage, record = self._flight, self._usage, self.record
+        running, background = self._running, self._parts.background
         if flight is not None and (record.status < 400 if self._relaying else record.cut == "client_left"):
             if usage is not None:
                 visit.used(usage.prompt_tokens, usage.output_tokens or 0)
+            elif self._runs_on and running is not None and background is not None:
+                background.follow(running, visit, flight.worker, self.headers)
+                return
             else:
                 visit.used(None, flight.streamed_tokens if flight.facts.streaming else None)
+        if running is not None and background is not None:
+            background.over(running)
         visit.leave()
 
     def _was_answered(self) -> bool:
         """Whether a prompt was, or began to be."""
         return self._relaying and self.record.status < 400 and self.route.tokens is not None
+
+
+async def _in_time(dispatch: Dispatch) -> Answer:
+    """An engine's answer to a preflight. Raises ApiError."""
+    try:
+        async with asyncio.timeout(_PREFLIGHT_S):
+            return await dispatch.anywhere()
+    except TimeoutError:
+        text = f"No worker answered within {_PREFLIGHT_S:g} s."
+        raise ApiError(504, text, type_=errors.UPSTREAM, code="upstream_timeout") from None

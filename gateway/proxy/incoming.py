@@ -48,9 +48,13 @@ class Incoming(Sender, Protocol):
     def certificate_name(self) -> str | None:
         """Whom the client's certificate names."""
 
-    async def body(self, limit: int) -> bytes:
+    @property
+    def is_read(self) -> bool:
+        """Whether the body is here to its last byte."""
+
+    async def body(self, limit: int, least_bytes_per_s: int) -> bytes:
         """The whole body. Raises ApiError 413 as soon as it is known to be longer than `limit` bytes, 408 if it does
-        not come.
+        not come, or comes more slowly than that.
         """
 
     async def begin(self, status: int, reason: str, headers: CIMultiDict[str], *, close: bool) -> None:

@@ -17,6 +17,7 @@ from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.shared import Shared
 from gateway.proxy.access import AccessLog
+from gateway.proxy.background import Background
 from gateway.proxy.incoming import Sender
 from gateway.proxy.upstream import UpstreamPool
 from gateway.queue.queue import Queue
@@ -52,7 +53,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens)` is told of each prompt that goes somewhere to be computed, `unsent(worker, rank)` of each of them that
     was not. `index_note` is what the reason of a decision is to say of where the index comes from. `hints` reads what
     somebody in front of us has settled. `unreachable_status` answers for a worker that cannot be connected to. `door`
-    None: requests need no key.
+    None: requests need no key. `background` follows responses of keys that go on after their answer.
     """
 
     planner: Planner
@@ -68,6 +69,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     stored: StoredResponses
     rng: random.Random
     max_body_bytes: int
+    min_body_bytes_per_s: int = 0
     response_headers: bool
     handoffs: Shared
     heard_since: Callable[[str, float], bool]
@@ -79,5 +81,6 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     queue: Queue | None = None
     tenancy: Tenancy = NO_TENANCY
     door: Door | None = None
+    background: Background | None = None
     tracing: Tracing | None = None
     decisions: Decisions = msgspec.field(default_factory=Decisions)

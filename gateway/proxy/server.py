@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -24,7 +25,9 @@ from gateway.proxy.handler import Exchange, Holder
 from gateway.proxy.incoming import Incoming, Reply
 from gateway.proxy.parts import Parts
 from gateway.proxy.peer import Http
+from gateway.proxy.places import Places
 from gateway.proxy.routes import ROUTES, Route
+from gateway.proxy.shared_socket import SharedSocket
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ _BACKLOG = 4096
 _CUT_S = 0.5
 _BODIES_PER_PLACE = 4
 """So many more requests than may be served can be sending their bodies; these take memory as they come."""
+_MOST_PREFLIGHTS = 64
+"""At once. They need no key, and take nobody's place but each other's."""
 
 
 def raise_file_limit() -> int:
@@ -56,13 +61,23 @@ def target_of(request: web.BaseRequest) -> str:
 
 
 class HttpServer:
-    """One listening address in front of one handler; with `tls` it speaks TLS."""
+    """One listening address in front of one handler; with `tls` it speaks TLS. `shared`: sockets that listen already,
+    in place of `host` and `port`.
+    """
 
-    def __init__(self, handler: Handler, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        shared: Sequence[SharedSocket] = (),
+    ) -> None:
         self._handler = handler
         self.host = host
         self.port = port
         self._tls = tls
+        self._shared = shared
         self._runner: web.ServerRunner | None = None
         self._site: web.TCPSite | None = None
 
@@ -70,6 +85,11 @@ class HttpServer:
         """Raises OSError when the address is taken."""
         self._runner = web.ServerRunner(ConnectionFactory(self._handler), shutdown_timeout=_CUT_S)
         await self._runner.setup()
+        if self._shared:
+            for each in self._shared:
+                each.listen(self._protocol, self._tls, self._n_open)
+            self.port = self._shared[0].port
+            return
         self._site = web.TCPSite(self._runner, self.host, self.port, backlog=_BACKLOG, ssl_context=self._tls)
         try:
             await self._site.start()
@@ -78,6 +98,18 @@ class HttpServer:
             raise
         self.port = self._runner.addresses[0][1]
 
+    def _protocol(self) -> asyncio.BaseProtocol:
+        return self._server_of_runner()()
+
+    def _n_open(self) -> int:
+        return len(self._server_of_runner().connections)
+
+    def _server_of_runner(self) -> web.Server:
+        runner = self._runner
+        server = None if runner is None else runner.server
+        assert server is not None  # noqa: S101 - it was set up by `start`
+        return server
+
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -85,9 +117,19 @@ class HttpServer:
 
     async def stop_accepting(self) -> None:
         """No new connections. Those there are may each bring one more request, whose answer closes them."""
+        for each in self._shared:
+            each.close()
         if self._site is not None:
             await self._site.stop()
             self._site = None
+
+    def give_away(self, give: Callable[[socket.socket], None]) -> None:
+        """Nothing: aiohttp's connections cannot be taken from it."""
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether there are connections that cannot be given away."""
+        return self._n_open() > 0
 
     async def close(self) -> None:
         """Cut what still runs."""
@@ -102,7 +144,8 @@ class DataPlane:
     `prefixes` are pages for everything below a path, `fallback` one for all other paths.
     """
 
-    def __init__(self, parts: Parts, *, max_concurrency: int) -> None:
+    def __init__(self, parts: Parts, *, max_concurrency: int, places: Places | None = None) -> None:
+        """`places`: where several processes have `max_concurrency` together."""
         self.pages: dict[str, Page] = {}
         self.prefixes: dict[str, Page] = {}
         self.fallback: Page | None = None
@@ -110,17 +153,25 @@ class DataPlane:
         self.cutting = False
         self.in_flight = 0
         """Those that still send their bodies included."""
-        self._served = 0
+        self.places = places or Places()
+        self._preflights = 0
         self.parts = parts
         self.max_concurrency = max_concurrency
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def listener(self, http: Http, host: str, port: int, tls: ssl.SSLContext | None = None) -> Listener | HttpServer:
-        """One of its addresses, to be started."""
+    def listener(
+        self,
+        http: Http,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        shared: Sequence[SharedSocket] = (),
+    ) -> Listener | HttpServer:
+        """One of its addresses, to be started; those of `shared`, if there are any."""
         if http == "aiohttp":
-            return HttpServer(self.handle, host, port, tls)
-        return Listener(self.serve, ConnectionFactory(self.handle), host, port, tls)
+            return HttpServer(self.handle, host, port, tls, shared)
+        return Listener(self.serve, ConnectionFactory(self.handle), host, port, tls, shared)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """What aiohttp received."""
@@ -144,32 +195,43 @@ class DataPlane:
         if request.method not in route.methods:
             path = target.partition("?")[0]
             return self._refuse(request, path, errors.method_not_allowed(request.method, path, route.methods))
-        if self._served >= self.max_concurrency or self.in_flight >= _BODIES_PER_PLACE * self.max_concurrency:
+        is_preflight = request.method == "OPTIONS"
+        if is_preflight:
+            most, is_full = _MOST_PREFLIGHTS, self._preflights >= _MOST_PREFLIGHTS
+        else:
+            places, most = self.places, self.max_concurrency
+            is_full = places.served >= most or places.bodies >= _BODIES_PER_PLACE * most
+        if is_full:
             self.parts.metrics.rejected("over_concurrency")
-            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(self.max_concurrency))
-        with self.busy():
-            return await Exchange(self.parts, self, request, route, target, holder).serve()
+            return self._refuse(request, target.partition("?")[0], errors.too_many_requests(most))
+        with self.busy(takes_place=not is_preflight):
+            self._preflights += is_preflight
+            try:
+                return await Exchange(self.parts, self, request, route, target, holder).serve()
+            finally:
+                self._preflights -= is_preflight
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self, *, takes_place: bool = True) -> Iterator[None]:
         """Something is served that a drain waits for."""
         self.in_flight += 1
+        self.places.begin_body(takes_place)
         self._idle.clear()
         try:
             yield
         finally:
             self.in_flight -= 1
+            self.places.end_body(takes_place)
             if not self.in_flight:
                 self._idle.set()
 
     def admit(self) -> None:
-        if self._served >= self.max_concurrency:
+        if not self.places.take(self.max_concurrency):
             self.parts.metrics.rejected("over_concurrency")
             raise errors.too_many_requests(self.max_concurrency)
-        self._served += 1
 
     def leave(self) -> None:
-        self._served -= 1
+        self.places.give_back()
 
     async def _page(self, request: web.BaseRequest, incoming: AioIncoming, path: str) -> web.StreamResponse:
         page = self.pages.get(path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -61,10 +61,10 @@ def at_door(parts: Parts, headers: CIMultiDict[str], *, anonymous: bool = False)
         raise
 
 
-def entered(parts: Parts, visit: Visit) -> None:
-    """Raises ApiError (429)."""
+def entered(parts: Parts, visit: Visit, *, works: bool = True) -> None:
+    """`works`: an engine has work to do for it. Raises ApiError (429)."""
     try:
-        visit.enter()
+        visit.enter(works=works)
     except ApiError:
         parts.metrics.rejected("key_limit")
         raise
@@ -275,20 +275,31 @@ def keeps_response(kind: str | None, body: bytes) -> bool:
     return kind == "responses" and is_stored(body)
 
 
+def may_run_on(members: Mapping[str, Any] | None) -> bool:
+    """Whether a response may be computed on after its request was answered. `members` None: of a body that was not
+    looked into.
+    """
+    return members is None or members.get("background") not in (None, False)
+
+
 def response_head(parts: Parts, flight: Flight) -> ResponseHead:
     """Reads the id of a response that the worker keeps."""
+    return ResponseHead(response_noted(parts, flight))
+
+
+def response_noted(parts: Parts, flight: Flight) -> Callable[[str], None]:
+    """To be told the id of a response that the worker keeps."""
     place, stored = Place(*flight.holder), parts.stored
     owner = flight.facts.tenant if parts.tenancy.by_tenant else None
-    return ResponseHead(lambda response_id: stored.remember(response_id, place, time.monotonic(), owner))
+    return lambda response_id: stored.remember(response_id, place, time.monotonic(), owner)
 
 
 def note_usage(parts: Parts, record: Record, flight: Flight, usage: Usage) -> None:
     """What a whole good answer says of itself."""
-    record.output_tokens = usage.output_tokens
-    facts, cached = flight.facts, usage.cached_tokens
-    if cached is None or usage.prompt_tokens is None or not 0 <= cached <= usage.prompt_tokens:
+    note_tokens(parts, record, usage)
+    facts, cached = flight.facts, record.cached_tokens
+    if cached is None or usage.prompt_tokens is None:
         return
-    record.cached_tokens = cached
     worker, predicted = flight.worker, flight.plan.chosen.cached_tokens
     if flight.plan.remote:
         parts.hits.handed_over(worker, usage.prompt_tokens, cached)
@@ -300,6 +311,16 @@ def note_usage(parts: Parts, record: Record, flight: Flight, usage: Usage) -> No
         block_size = (known and known.block_size()) or _USUAL_BLOCK_TOKENS
         prompt = Prompt(facts.tokens, cache_salt=facts.cache_salt, extra_keys=facts.extra_keys)
         parts.prefixes.note(prompt, facts.lora, block_size, cached, time.monotonic())
+
+
+def note_tokens(parts: Parts, record: Record, usage: Usage) -> None:
+    """Counted and logged, whoever has answered."""
+    record.output_tokens = usage.output_tokens
+    cached, prompt_tokens = usage.cached_tokens, usage.prompt_tokens
+    if cached is not None and (prompt_tokens is None or cached > prompt_tokens):
+        cached = None
+    record.cached_tokens = cached
+    parts.metrics.tokens(prompt_tokens, cached, usage.output_tokens)
 
 
 def note_recorded(parts: Parts, flight: Flight, began_s: float, usage: Usage | None) -> None:

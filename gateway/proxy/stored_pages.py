@@ -35,4 +35,6 @@ class StoredPages:
 
     async def _holder(self, response_id: str, headers: CIMultiDict[str], tenant: str | None) -> str:
         place = await self._holders.find(response_id, headers, tenant)
+        if self._plane.parts.background is not None:
+            self._plane.parts.background.touched(response_id)
         return place.worker

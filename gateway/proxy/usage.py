@@ -1,8 +1,10 @@
-"""Cached tokens, read off the end of an answer without taking it apart.
+"""Usage, read off the end of an answer.
 
 `usage` stands near the end of a whole answer and in one of the last events of a stream. The last `TAIL_BYTES` are kept
-as the pieces they came in and searched once, at the end: how the bytes were cut makes no difference. A key in JSON is
-`"usage":` with bare quotes, which text inside a JSON string never is.
+as the pieces they came in and looked at once, at the end: how the bytes were cut makes no difference.
+
+Engines repeat what clients wrote, as JSON too: schemas of tools, metadata, messages. So only the answer's own member
+counts, or that of the response in the event that ends it, wherever else something is called `usage`.
 """
 
 from __future__ import annotations
@@ -18,10 +20,15 @@ from gateway.stored import ResponseHead
 
 TAIL_BYTES = 32 << 10
 _MOST_TRIES = 32
-"""Of the last keys of that name; each costs a look at the 4 KB behind it."""
+"""Of the last keys of that name, in what is not here from its beginning."""
+_KEY = b'"usage"'
 _USAGE = re.compile(rb'"usage"\s*:\s*(?=\{)')
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
+_TYPE = re.compile(rb'"type"\s*:\s*"([^"\\]*+)"')
 _SHALLOW = re.compile(rb"\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}")
 """An object that holds objects, but these none: as all usages of today."""
+_WITHIN = frozenset({"response.completed", "response.incomplete", "response.failed", "message-end"})
+"""Events of /v1/responses and /cohere/v2/chat whose usage is in their `response` or `delta`."""
 
 
 _Count = Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -51,6 +58,15 @@ class _Usage(msgspec.Struct):
     tokens: _Tokens | None = None
 
 
+class _Document(msgspec.Struct):
+    """A whole answer, or what one event says."""
+
+    usage: msgspec.Raw = msgspec.Raw()
+    type: msgspec.Raw = msgspec.Raw()
+    response: msgspec.Raw = msgspec.Raw()
+    delta: msgspec.Raw = msgspec.Raw()
+
+
 class Usage(msgspec.Struct, frozen=True):
     """None: the answer does not say."""
 
@@ -60,18 +76,20 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(_Usage)
+_documents = msgspec.json.Decoder(_Document)
 
 
 class UsageTail:
     """The end of one answer."""
 
-    __slots__ = ("_head", "_pieces", "_size")
+    __slots__ = ("_head", "_is_cut", "_pieces", "_size")
 
     def __init__(self, head: ResponseHead | None = None) -> None:
         """`head` is shown its beginning."""
         self._head = head
         self._pieces: deque[bytes] = deque()
         self._size = 0
+        self._is_cut = False
 
     def feed(self, piece: bytes) -> None:
         if self._head is not None:
@@ -81,6 +99,7 @@ class UsageTail:
         self._size += len(piece)
         while self._size - len(pieces[0]) >= TAIL_BYTES:
             self._size -= len(pieces.popleft())
+            self._is_cut = True
 
     def ends_event(self) -> bool:
         """Whether an SSE stream stands between two events."""
@@ -88,22 +107,82 @@ class UsageTail:
         return end.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
     def read(self) -> Usage | None:
-        """The last well-formed `usage` object, or None. One of the wrong shape is ignored."""
-        tail = b"".join(self._pieces)[-TAIL_BYTES:]
-        at = len(tail)
-        for _ in range(_MOST_TRIES):
-            at = tail.rfind(b'"usage"', 0, at)
-            if at < 0:
-                break
-            found = _USAGE.match(tail, at)
-            end = None if found is None else _object_end(tail, found.end())
+        """What the answer, or the last event that says so, took. One of the wrong shape is ignored."""
+        kept = b"".join(self._pieces)
+        tail = kept[-TAIL_BYTES:]
+        at = tail.rfind(_KEY)
+        if at < 0:
+            return None
+        is_cut = self._is_cut or len(kept) > TAIL_BYTES
+        usage: Usage | None = None
+        while usage is None and at >= 0:
+            start = max(tail.rfind(b"\n", 0, at), tail.rfind(b"\r", 0, at)) + 1
+            line = tail[start:].split(b"\n", 1)[0]
+            if line.startswith(b"data:"):
+                usage = _of_whole(line[5:])
+            elif not _is_stream(tail):
+                return _of_cut(tail) if is_cut else _of_whole(tail)
+            if usage is None and not start and is_cut:
+                usage = _of_cut(line)
+            at = tail.rfind(_KEY, 0, start)
+        return usage
+
+
+def _is_stream(tail: bytes) -> bool:
+    return any(end in tail and end + b"data:" in tail for end in (b"\n", b"\r"))
+
+
+def _of_whole(data: bytes) -> Usage | None:
+    try:
+        document = _documents.decode(data)
+        if document.usage:
+            return _reduced(_decoder.decode(document.usage))
+        if document.type and msgspec.json.decode(document.type) in _WITHIN:
+            return _reduced(_decoder.decode(_documents.decode(document.response or document.delta).usage))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, TypeError):
+        pass
+    return None
+
+
+def _of_cut(data: bytes) -> Usage | None:
+    """Of a document whose end is here. How deep a key stands shows in what is closed behind it: within a string every
+    quote has a backslash before it, so that a key of that name is no text, and what follows it is outside of strings.
+    """
+    at = seen = len(data)
+    depth, kind = 0, ""
+    for _ in range(_MOST_TRIES):
+        at = data.rfind(_KEY, 1, at)
+        if at < 0:
+            break
+        if data[at - 1 : at] == b"\\":
+            continue
+        tokens = _TOKEN.findall(data, at, seen)
+        depth += sum((token in b"}]") - (token in b"{[") for token in tokens)
+        kind = _own_type(data, at, seen, depth) or kind
+        seen = at
+        if depth == 1 or (depth == 2 and kind in _WITHIN):
+            found = _USAGE.match(data, at)
+            end = None if found is None else _object_end(data, found.end())
             if found is None or end is None:
                 continue
             try:
-                return _reduced(_decoder.decode(tail[found.end() : end]))
+                return _reduced(_decoder.decode(data[found.end() : end]))
             except msgspec.MsgspecError:
                 continue
-        return None
+    return None
+
+
+def _own_type(data: bytes, start: int, end: int, depth: int) -> str:
+    """The `type` between the two of the document itself; `depth` is that at `start`."""
+    for token in _TOKEN.finditer(data, start, end):
+        text = token.group()
+        if text in b"{[":
+            depth += 1
+        elif text in b"}]":
+            depth -= 1
+        elif depth == 1 and text == b'"type"' and (found := _TYPE.match(data, token.start())):
+            return found.group(1).decode("utf-8", "replace")
+    return ""
 
 
 def _object_end(data: bytes, start: int) -> int | None:

@@ -89,6 +89,9 @@ class WorkersPage:
         if core.is_out_of_bounds(named.url or ""):
             text = f"{named.url} is link-local or of cloud metadata, which no worker is (see discovery.link_local)."
             raise ApiError(400, text, code="invalid_worker", param="url")
+        if (endpoint := core.endpoint_out_of_bounds(named)) is not None:
+            text = f"{endpoint} is link-local or of cloud metadata, where no engine is (see discovery.link_local)."
+            raise ApiError(400, text, code="invalid_worker", param="events")
         claims = core.roster.claims(name)
         for source, claim in claims.items():
             if source is not Source.API:

@@ -12,8 +12,10 @@ from scorer.queue import Entry, FairQueue, Rate
 class Waiting(Entry):
     """An entry with the future its request waits for."""
 
-    __slots__ = ("future", "lane")
+    __slots__ = ("by_age", "future", "lane")
 
+    by_age: bool
+    """It was let go for having waited longest, past others of higher priority."""
     future: asyncio.Future[None]
     lane: Lane
 

@@ -18,6 +18,7 @@ from gateway.engine.available import Available
 from gateway.proxy.access import Record
 from gateway.proxy.flight import Flight
 from gateway.queue import shed
+from gateway.queue.evictable import USUAL_PRIORITY, Evictable, Evictables
 from gateway.queue.lane import Lane, Waiting
 from gateway.queue.late import Foresight
 from gateway.queue.shed import HEADER, Shed
@@ -28,6 +29,8 @@ from scorer.saturation import Saturation
 from scorer.types import RequestFacts
 
 _LOOK_S = 0.02
+_EVICT_AGAIN_S = 0.1
+"""After a look that found nobody whose going helps, which costs more than others."""
 _MOST_LANES = 256
 _ASKS = "late"
 
@@ -53,12 +56,16 @@ class Queue:
         self._planner = planner
         self._available = available
         self._metrics = metrics
+        self.evictables = Evictables()
         self._foresight = Foresight(planner, available, rng)
         self._by_tenant = by_tenant
         self._leaving: Waiting | None = None
         """Let go, and not booked yet."""
         self._looks = False
         self._let_go_so_far = 0
+        self._evicts_again_s = 0.0
+        self._by_age: str | None = None
+        """Who was let go last, if that was for having waited longest; others of higher priority wait."""
         self._timer: asyncio.TimerHandle | None = None
 
     def configure(self, settings: QueueConfig) -> None:
@@ -94,6 +101,17 @@ class Queue:
             raise self._shed(self._lane(facts.model), shed.SATURATED, now_s)
         return await self._wait(self._lane(facts.model), facts, record, now_s, late=late)
 
+    def sent(self, facts: RequestFacts, evictable: Evictable) -> bool:
+        """The request was booked. Whether it may be taken back, until `evictables.remove`. Who has got its place by its
+        age keeps it, or it would starve after all.
+        """
+        settings = self.settings
+        may_go = settings.enabled and settings.evict_after_s is not None and facts.priority > USUAL_PRIORITY
+        if may_go and facts.request_id != self._by_age:
+            self.evictables.add(evictable)
+            return True
+        return False
+
     def ended(self, flight: Flight | None, wait_s: float | None, record: Record) -> None:
         """A request is over and its booking, if it came to one, given back. `wait_s` is what `enter` returned."""
         if self.n_waiting:
@@ -123,6 +141,7 @@ class Queue:
                 self.n_waiting -= 1
             elif self._leaving is entry:
                 self._leaving = None
+                self._by_age = facts.request_id if entry.by_age else None
                 self._look_soon()  # Not before this task has booked, and waits for something else.
             waited_s = time.monotonic() - now_s
             record.queued_ms = round(waited_s * 1000, 3)
@@ -143,6 +162,7 @@ class Queue:
             cost=facts.prompt_tokens + answer_tokens,
         )
         entry.lane = lane
+        entry.by_age = False
         entry.future = asyncio.get_running_loop().create_future()
         return entry
 
@@ -211,6 +231,7 @@ class Queue:
             if not workers or self.saturation.has_place(workers, now_s):
                 self._let_go(lane, now_s)
                 break
+            self._evict_for(lane, workers, now_s)
 
     def _in_turn(self) -> list[Lane]:
         """Lanes may have workers in common (adapters): by priority, but in each `AGEING`-th turn by age."""
@@ -234,7 +255,38 @@ class Queue:
             lane.leaving.note(now_s)
             if not entry.future.done():
                 self._leaving = entry
+                entry.by_age = any(
+                    (first := each.queue.first()) and first.priority < entry.priority for each in self.lanes.values()
+                )
                 entry.future.set_result(None)
+
+    def _evict_for(self, lane: Lane, workers: list[Worker], now_s: float) -> None:
+        """If the first of the lane has waited long enough, take its place from others; at most once until they have
+        left, since what an engine says lags behind.
+        """
+        after_s, first, evictables = self.settings.evict_after_s, lane.queue.first(), self.evictables
+        if after_s is None or first is None or not evictables or evictables.going or now_s < self._evicts_again_s:
+            return
+        if now_s - first.since_s < min(after_s, (first.deadline_s - first.since_s) / 2):
+            return
+        chosen = evictables.chosen(
+            first.priority,
+            [worker.name for worker in workers],
+            lambda name, n: self.saturation.has_place(workers, now_s, {name: n}),
+        )
+        for evictable in chosen:
+            evictable.record.cut = shed.EVICTED  # Before it is over, and its line written.
+            if evictable.take_back(Shed(shed.EVICTED, self._retry_after_s(lane, now_s))):
+                lane.sheds[shed.EVICTED] += 1
+                self._metrics.rejected(shed.EVICTED)
+                evictables.told(evictable)
+            else:
+                evictable.record.cut = None
+                evictables.remove(evictable)
+        if chosen:
+            self._look_soon()
+        else:
+            self._evicts_again_s = now_s + _EVICT_AGAIN_S
 
     def _turn_away_old(self, now_s: float) -> None:
         before_s = now_s - self.settings.max_wait_s
@@ -254,10 +306,13 @@ class Queue:
         lane.sheds[reason] += 1
         self._metrics.rejected(reason)
         if retry_after_s is None and reason != shed.DRAINING:
-            retry_after_s = lane.wait_s(len(lane), now_s)
-            if retry_after_s is None:
-                retry_after_s = self.settings.max_wait_s
+            retry_after_s = self._retry_after_s(lane, now_s)
         return Shed(reason, retry_after_s or 1.0)
+
+    def _retry_after_s(self, lane: Lane, now_s: float) -> float:
+        """When those who wait now will have left."""
+        expected_s = lane.wait_s(len(lane), now_s)
+        return self.settings.max_wait_s if expected_s is None else expected_s
 
     # ---- the fleet ---------------------------------------------------------------------------------------------------
 

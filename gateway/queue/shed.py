@@ -16,7 +16,8 @@ TIMEOUT = "queue_timeout"
 LATE = "predicted_late"
 SATURATED = "saturated"
 DRAINING = "draining"
-REASONS = (QUEUE_FULL, TENANT_FULL, TIMEOUT, LATE, SATURATED, DRAINING)
+EVICTED = "evicted"
+REASONS = (QUEUE_FULL, TENANT_FULL, TIMEOUT, LATE, SATURATED, DRAINING, EVICTED)
 _TEXTS = {
     QUEUE_FULL: "Too many requests wait for this model.",
     TENANT_FULL: "Too many of your requests wait for this model.",
@@ -24,6 +25,8 @@ _TEXTS = {
     LATE: "The first token is predicted to come later than the objective.",
     SATURATED: "No worker has room now, and requests of this objective do not wait.",
     DRAINING: "The gateway is going down; the request was not begun.",
+    # As llm-d's picker says it.
+    EVICTED: "request evicted by flow control: one of higher priority needs its place",
 }
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from aiohttp import web
 
@@ -17,11 +20,21 @@ CONTENT_TYPE = "application/x-ndjson"
 MOST_READERS = 2
 
 
+class Takes(Protocol):
+    """As `Reader` does."""
+
+    def add(
+        self, began_s: float, model: str, keys: Sequence[int] | None, input_tokens: int, output_tokens: int
+    ) -> None: ...
+
+    def end(self, reason: str) -> None: ...
+
+
 class Recorder:
     """While nobody reads, `active` is false and nothing is to be noted."""
 
     def __init__(self) -> None:
-        self._readers: list[Reader] = []
+        self._readers: list[Takes] = []
         self._end: str | None = None
 
     @property
@@ -36,8 +49,26 @@ class Recorder:
             # Models share nothing, and neither do the adapters of one.
             chain = prompt.chain(facts.model, BLOCK_TOKENS)
             keys = chain.upto(chain.n_blocks)
+        self.add(began_s, facts.model, keys, input_tokens, output_tokens)
+
+    def add(
+        self, began_s: float, model: str, keys: Sequence[int] | None, input_tokens: int, output_tokens: int
+    ) -> None:
+        """The same, with the keys of its whole blocks."""
         for reader in self._readers:
-            reader.add(began_s, facts.model, keys, input_tokens, output_tokens)
+            reader.add(began_s, model, keys, input_tokens, output_tokens)
+
+    @contextmanager
+    def followed_by(self, reader: Takes) -> Iterator[None]:
+        """`reader` hears of requests meanwhile. Raises ApiError."""
+        if self._end is not None or len(self._readers) >= MOST_READERS:
+            why = self._end or f"{MOST_READERS} recordings are under way, and more are not allowed"
+            raise ApiError(503, f"Nothing can be recorded: {why}.", code="no_recording")
+        self._readers.append(reader)
+        try:
+            yield
+        finally:
+            self._readers.remove(reader)
 
     def end(self, reason: str) -> None:
         """End all recordings, and begin no others."""
@@ -49,20 +80,15 @@ class Recorder:
         """Rows (`Row`) and notes (`Note`) until the reader leaves or the gateway goes down. Raises ApiError."""
         if request.method != "GET":
             raise errors.method_not_allowed(request.method, PATH, frozenset({"GET"}))
-        if self._end is not None or len(self._readers) >= MOST_READERS:
-            why = self._end or f"{MOST_READERS} recordings are under way, and more are not allowed"
-            raise ApiError(503, f"Nothing can be recorded: {why}.", code="no_recording")
-        response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE, "Server": SERVER_NAME})
-        response.force_close()
         reader = Reader(time.monotonic())
-        self._readers.append(reader)
-        try:
-            await response.prepare(request)
-            while lines := await reader.take():
-                await response.write(lines)
-            await response.write_eof()
-        except ConnectionError:
-            pass  # The reader has left.
-        finally:
-            self._readers.remove(reader)
+        with self.followed_by(reader):
+            response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE, "Server": SERVER_NAME})
+            response.force_close()
+            try:
+                await response.prepare(request)
+                while lines := await reader.take():
+                    await response.write(lines)
+                await response.write_eof()
+            except ConnectionError:
+                pass  # The reader has left.
         return response

@@ -9,6 +9,7 @@ import random
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -29,6 +30,11 @@ _log = logging.getLogger(__name__)
 _READ_AT_ONCE = 4
 _LONGEST_READ_S = 3.0
 """So long the events of a worker are not followed because of what others may have kept of it."""
+_HUB_FAILURES = {
+    "unreachable": "no connection: it is started again by itself; the log says why it ended",
+    "slow": "no answer in a second: the machine, or its core, has too much to do",
+    "misread": "unexpected: the gateway's log has it",
+}
 
 
 class Replicas:
@@ -45,13 +51,16 @@ class Replicas:
         *,
         ingest: EventIngest | None,
         session_idle_s: float = 3600.0,
+        hub: Callable[[float], Any] | None = None,
     ) -> None:
+        """`hub`: makes clients, which do as Redis's, of what stands in its place (gateway/processes)."""
         self.writer = secrets.token_hex(8)
         """Another one for each life of a process, so that nobody mixes up two of them."""
         self._config = config
         self._planner = planner
         self._rng = rng
-        self._connect = clients(config, _password(config, env))
+        self._is_hub = hub is not None
+        self._connect = clients(config, _password(config, env)) if hub is None else hub
         self.counts = Counts(registry)
         keys = Keys(config.prefix, config.fleet)
         self.publisher = Publisher(self.writer, keys, planner, self.counts, config.ttl_s, session_idle_s)
@@ -128,8 +137,7 @@ class Replicas:
         """(kind, what is wrong and what to do)"""
         for link in (self._telling, self._hearing, self._keeping):
             if link.problem is not None:
-                text = FAILURES[link.problem].format(password_env=self._config.password_env)
-                yield "replicas_apart", f"Redis, for {link.name}: {text}"
+                yield "replicas_apart", self._told(link.name, link.problem)
         if self.reader.hears_other_version:
             yield "replicas_apart", "a replica of another version is there, whose load is not understood: update it"
         if strangers := self.reader.strangers:
@@ -138,6 +146,11 @@ class Replicas:
                 "replicas_apart",
                 f"others use workers that are not here ({names}): name the same ones alike everywhere",
             )
+
+    def _told(self, what: str, problem: str) -> str:
+        if self._is_hub:
+            return f"the hub, for {what}: {_HUB_FAILURES.get(problem, _HUB_FAILURES['misread'])}"
+        return f"Redis, for {what}: {FAILURES[problem].format(password_env=self._config.password_env)}"
 
     async def _run(
         self,

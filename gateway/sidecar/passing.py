@@ -42,13 +42,14 @@ class Passing:
         changed: Callable[[str], Awaitable[None]],
         draining: Callable[[], bool],
         max_body_bytes: int,
+        min_body_bytes_per_s: int,
     ) -> None:
         self._upstreams = upstreams
         self._engine_of = engine_of
         self._cleared = cleared
         self._changed = changed
         self._draining = draining
-        self._max_body_bytes = max_body_bytes
+        self._body_bounds = max_body_bytes, min_body_bytes_per_s
         self._running = 0
 
     async def page(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -110,7 +111,7 @@ class Passing:
             raise _unreachable(engine, 503, "is not known yet")
         # Engines obey KV-transfer keys on any path, and some of those kill them.
         try:
-            body = clean(await read_body(request, self._max_body_bytes))
+            body = clean(await read_body(request, *self._body_bounds))
         except BadRequest as exc:
             raise ApiError(400, str(exc), code=exc.code, param=exc.param) from None
         upstream.acquire()

@@ -77,6 +77,7 @@ class Sidecar(Service):
             changed=core.models_changed,
             draining=lambda: self.plane.draining,
             max_body_bytes=config.gateway.max_body_bytes,
+            min_body_bytes_per_s=config.gateway.min_body_bytes_per_s,
         )
         own = self.faces.public()
         self.plane.pages = {path: passing.unless_unknown(own[path]) for path in ("/livez", "/readyz")}

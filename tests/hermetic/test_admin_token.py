@@ -123,7 +123,7 @@ async def test_commands_send_the_token(tmp_path: Path, monkeypatch: pytest.Monke
         admin = f"http://127.0.0.1:{gateway.admin_port}"
         row = Recording(admin + RECORD, tmp_path / "trace.jsonl")
         running = asyncio.ensure_future(row.run())
-        await asyncio.wait_for(row.begun.wait(), 10)
+        await asyncio.wait_for(row.begun.wait(), 60)
         running.cancel()
         monkeypatch.setenv(VARIABLE, "another token of them")
         with pytest.raises(Refused, match="admin token"):

@@ -226,13 +226,13 @@ async def test_a_worker_that_is_busy_goes_when_it_is_done_and_not_before(fleet: 
 
 @pytest.mark.parametrize(("how", "status"), [("?force=true", 200), ("?timeout_s=0", 202)])
 async def test_who_cannot_wait_need_not_and_cuts_nobody(fleet: Fleet, how: str, status: int) -> None:
-    fleet.engines["a"].faults.headers_delay_s = 2.0
+    fleet.engines["a"].faults.headers_delay_s = 4.0
     await call(fleet, "POST", "/b/drain")
     running = asyncio.create_task(fleet.complete("x"))
     await until(lambda: fleet.core.planner.in_flight() == 1)
     answered, row = await call(fleet, "DELETE", f"/a{how}")
     assert (answered, row["state"]) == (status, "removed" if status == 200 else "draining")
-    await until(lambda: "a" not in fleet.core.fleet.workers, within_s=1.5)
+    await until(lambda: "a" not in fleet.core.fleet.workers, within_s=3.5)
     assert not running.done()
     assert (await running)[0] == "a"
     assert fleet.core.planner.in_flight() == 0
@@ -408,3 +408,9 @@ async def test_a_worker_where_clouds_keep_metadata_is_refused(host: str) -> None
         assert set(fleet.core.fleet.workers) == {"a"}
         assert fleet.core.roster.source("x") is None
         assert fleet.core.upstreams.get("x") is None
+        url = fleet.engines["a"].url.replace("127.0.0.1", "localhost")
+        for key in ("events", "replay"):
+            given = {"url": url, "name": "x", "events": "tcp://10.0.0.1:5557", key: f"tcp://{host}:5557"}
+            status, answer, _ = await fleet.post(fleet.admin + "/admin/workers", given)
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_worker", "events")
+            assert set(fleet.core.fleet.workers) == {"a"}

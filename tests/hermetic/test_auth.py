@@ -47,7 +47,7 @@ async def test_who_has_no_key_is_told_so_before_a_byte_of_the_body_is_read(path:
         method = "GET" if path == "/version" else "POST"
         reader, writer = await world.connect()
         writer.write(raw_request(b"", "Content-Length: 5000", line=f"{method} {path} HTTP/1.1", length=False))
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
         assert head.startswith(b"HTTP/1.1 401 ")
         assert b"\r\nwww-authenticate: bearer\r\n" in head.lower()
         assert error(await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r")[0]))) == {
@@ -79,7 +79,7 @@ async def test_a_wrong_key_is_401_and_never_told(headers: dict[str, str]) -> Non
         raw = json.dumps(BODY).encode()
         reader, writer = await world.connect()
         writer.write(raw_request(raw, *rows, "Connection: close"))
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert answer.startswith(b"HTTP/1.1 401 ")
         assert stub.calls == []
@@ -448,13 +448,14 @@ async def test_answers_of_a_length_nobody_reads_are_reserved_as_usual_ones(path:
     async def silent(call: Call) -> None:
         await call.ok(b"{}")
 
-    secret, key = made(tokens_per_minute=100_000)
+    secret, key = made(tokens_per_minute=1000)
     async with Stub(silent) as stub, World({"a": stub.url}, keys=(key,)) as world:
         status, _, headers = await world.post(CHAT, path, **bearer(secret))
         assert status == 200
         usual = round(world.planner.cost.output_tokens(None))
         assert usual > 50
-        assert int(headers["x-ratelimit-remaining-tokens"]) <= 100_000 - usual
+        # Not to the token: the bucket fills meanwhile.
+        assert int(headers["x-ratelimit-remaining-tokens"]) <= 1000 - usual / 2
 
 
 async def test_a_realtime_session_is_of_the_tenant_of_its_key_not_of_its_certificate(
@@ -518,10 +519,10 @@ async def test_every_path_that_runs_the_model_has_the_salt_of_its_tenant(path: s
         assert len(stub.calls) == 2
 
 
-async def test_a_preflight_needs_no_key_and_may_bring_next_to_nothing() -> None:
+async def test_a_preflight_needs_no_key_and_brings_nothing() -> None:
     _, key = made()
     async with Stub(ok) as stub, World({"a": stub.url}, keys=(key,)) as world:
-        for n_bytes, expected in ((0, 200), (10, 200), (5000, 413)):
+        for n_bytes in (0, 10, 5000):
             async with world.http.options(world.url + "/v1/completions", data=b"x" * n_bytes) as response:
-                assert response.status == expected
-        assert len(stub.calls) == 2
+                assert response.status == 200
+        assert [call.body for call in stub.calls] == [b"", b"", b""]

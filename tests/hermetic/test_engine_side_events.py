@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from gateway import addresses
 from gateway.engine.feed import FeedStatus, IngestSettings
 from gateway.engine.subscriber import EventIngest
 from indexer import EventBatch, PrefixIndex, decode_batch
@@ -672,3 +674,46 @@ def test_stopping_leaves_no_thread_and_no_socket() -> None:
     finally:
         engine.close()
     EventIngest(PrefixIndex()).stop()
+
+
+# ---- where no engine is ---------------------------------------------------------------------------------------------
+
+
+def failed(world: World) -> bool:
+    return world.state() == "failed" and "nobody's engine" in (world.status().endpoint_error or "")
+
+
+@pytest.fixture
+def loopback_is_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_NEVER", (ip_network("127.0.0.0/8"), ip_network("::1/128")))
+
+
+@pytest.mark.usefixtures("loopback_is_metadata")
+@pytest.mark.parametrize("host", ["127.0.0.1", "2130706433", "[::ffff:127.0.0.1]", "[::127.0.0.1]"])
+def test_events_are_not_read_at_addresses_of_metadata(make_world: Callable[..., World], host: str) -> None:
+    world = make_world()
+    engine = world.engine(replay=False)
+    world.ingest.add("w", 0, engine.endpoint.replace("127.0.0.1", host))
+    until(lambda: failed(world))
+
+
+@pytest.mark.usefixtures("loopback_is_metadata")
+def test_events_are_not_read_where_a_name_leads_there(make_world: Callable[..., World]) -> None:
+    world = make_world(settings=msgspec.structs.replace(QUICK, reopen_after_s=60.0))
+    engine = world.engine(replay=False)
+    world.ingest.add("w", 0, engine.endpoint.replace("127.0.0.1", "localhost"))
+    until(lambda: failed(world))
+    engine.publish(store(0))
+    allowed = make_world(settings=msgspec.structs.replace(QUICK, link_local=True))
+    allowed.ingest.add("w", 0, engine.endpoint.replace("127.0.0.1", "localhost"))
+    until(lambda: allowed.state() == "connected")
+    assert not world.batches
+
+
+def test_batches_are_not_asked_for_at_addresses_of_metadata(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = world.engine()
+    assert engine.replay_endpoint is not None
+    monkeypatch.setattr(addresses, "_NEVER", (ip_network("127.0.0.2/32"),))
+    world.ingest.add("w", 0, engine.endpoint, engine.replay_endpoint.replace("127.0.0.1", "127.0.0.2"))
+    until(lambda: world.ingest.counters().get("replay_socket_errors"))
+    assert engine.requests == []

@@ -326,7 +326,7 @@ def test_envoy_10_a_picker_that_hangs_is_503_in_time(world: EnvoyWorld, case: st
 def test_envoy_13_a_client_that_leaves_a_stream_is_an_abort(worlds: Worlds, case: str) -> None:
     world = worlds["standalone"]
     with world.connect() as client:
-        client.sendall(f"GET /?sse=500&gap=0.02 HTTP/1.1\r\nhost: gw\r\n{CASE}: {case}\r\n\r\n".encode())
+        client.sendall(f"GET /?sse=5000&gap=0.02 HTTP/1.1\r\nhost: gw\r\n{CASE}: {case}\r\n\r\n".encode())
         assert b"200" in client.recv(65536)
         world.until(lambda: bool(world.picker.watches[case].body))
     told = world.told(case)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 
 from bench.epp.envoy import at
 from gateway.extproc.server import PickerServer, PickerSettings
-from tests.support.envoy import cluster, connection_manager, envoy_binary, ext_proc
+from tests.hermetic.test_envoy import keep_trailers, read_until
+from tests.support.envoy import cluster, connection_manager, envoy_binary, ext_proc, http_filters
 from tests.support.envoy_world import CASE, EnvoyWorld
 
 pytestmark = [
@@ -107,6 +110,49 @@ def test_envoy_23_a_client_that_sends_no_more_leaves_nothing_behind(world: Envoy
     watch = world.picker.watches.get(case)
     assert watch is None or watch.told[-1] in (("ended",), ("aborted",))
     assert world.ask(case + "2").status == 200
+
+
+def test_envoy_23_two_full_duplex_filters_in_one_chain_keep_bodies_whole(tmp_path: Path, case: str) -> None:
+    """Envoys before 1.40 cut them (envoy#43983)."""
+    first: list[PickerServer] = []
+
+    def add(config: dict[str, Any]) -> None:
+        keep_trailers(config)
+        first.append(PickerServer(world.picker, SETTINGS))
+        world.run(first[0].start())
+        other = copy.deepcopy(cluster(config, "picker"))
+        other["name"] = other["load_assignment"]["cluster_name"] = "first"
+        at(other, first[0].port)
+        config["static_resources"]["clusters"].append(other)
+        filters = http_filters(config)
+        place = next(i for i, each in enumerate(filters) if each["name"] == "envoy.filters.http.ext_proc")
+        before = copy.deepcopy(filters[place])
+        before["name"] += ".first"
+        before["typed_config"]["grpc_service"]["envoy_grpc"]["cluster_name"] = "first"
+        filters.insert(place, before)
+
+    world = EnvoyWorld("standalone", tmp_path, change=add)
+    with world:
+        stat = "cluster.first.membership_healthy"
+        world.until(lambda: world.envoy.stats(f"^{stat}$") == {stat: 1})
+
+        def stream(i: int) -> int:
+            return world.ask(f"{case}s{i}", path="/?sse=800&gap=0").body.count(b"data: ")
+
+        with ThreadPoolExecutor(8) as clients:
+            assert set(clients.map(stream, range(40))) == {801}
+        for size in (0, 1, 62_000, 62_001, 300_000, 3_000_000):
+            for chunked in (False, True):
+                answer = world.ask(f"{case}{size}{chunked}", body=b"x" * size, chunked=chunked)
+                assert answer.seen["length"] == size
+            assert world.ask(f"{case}b{size}", path=f"/?big={size}").body == b"a" * size
+        with world.connect() as client:
+            head = f"POST / HTTP/1.1\r\nhost: gw\r\n{CASE}: {case}\r\ntransfer-encoding: chunked\r\n\r\n"
+            body = b"%x\r\n%s\r\n0\r\nx-t: 1\r\n\r\n" % (200_000, b"x" * 200_000)
+            client.sendall(head.encode() + body)
+            assert b'"length": 200000' in read_until(client, b'"body"')
+        assert first[0].counts.begun == world.server.counts.begun > 50
+        world.run(first[0].close())
 
 
 def test_envoy_25_two_pickers_are_two_hosts_of_a_cluster(tmp_path: Path, case: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import http.client
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 from bench.epp.envoy import at
 from gateway.extproc.server import PickerServer, PickerSettings
-from tests.support.envoy import cluster, connection_manager, envoy_binary
-from tests.support.envoy_world import EnvoyWorld, Obedient, Pods
+from tests.support.envoy import cluster, connection_manager, envoy_binary, ext_proc
+from tests.support.envoy_world import CASE, PATIENCE_S, EnvoyWorld, Obedient, Pods
 
 pytestmark = [
     pytest.mark.hermetic,
@@ -45,11 +46,23 @@ class TwoPools:
             }
         }
         pools = [{"name": "pods", "weight": 70}, {"name": "pods", "weight": 30, "typed_per_filter_config": to_two}]
+        self._second_gateway(config)
         (host,) = connection_manager(config)["route_config"]["virtual_hosts"]
         host["routes"][:0] = [
             {"match": {"prefix": "/two"}, "route": {"cluster": "pods"}, "typed_per_filter_config": to_two},
             {"match": {"prefix": "/both"}, "route": {"weighted_clusters": {"clusters": pools}}},
         ]
+
+    def _second_gateway(self, config: dict[str, Any]) -> None:
+        """Another listener, whose one route is to the second pool; by their hosts neither takes the other's."""
+        first = config["static_resources"]["listeners"][0]
+        second = copy.deepcopy(first)
+        second["name"] = "secondary"
+        config["static_resources"]["listeners"].append(second)
+        alone = {"static_resources": {"listeners": [second]}}
+        ext_proc(alone)["grpc_service"]["envoy_grpc"]["cluster_name"] = "picker-two"
+        (host,) = connection_manager(alone)["route_config"]["virtual_hosts"]
+        host["domains"] = ["secondary.example.com"]
 
     def close(self) -> None:
         self.world.run(self.server.close())
@@ -63,6 +76,18 @@ class TwoPools:
         answer = self.world.ask(case, path=path)
         assert answer.status == 200
         return answer.headers["x-served-by"]
+
+    def ask_gateway(self, listener: str, case: str, host: str, path: str) -> tuple[int, str | None]:
+        """(status, who served)"""
+        port = self.world.envoy.ports[listener]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        try:
+            connection.request("GET", path, headers={"host": host, CASE: case})
+            response = connection.getresponse()
+            response.read()
+            return response.status, response.getheader("x-served-by")
+        finally:
+            connection.close()
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +107,18 @@ def test_inferencepool_multiple_rules_different_pools(two: TwoPools) -> None:
         assert two.ask(f"two{i}", "/two/v1/completions") == other
     assert not any(case.startswith("one") for case in two.picker.asks)
     assert not any(case.startswith("two") for case in two.world.picker.asks)
+
+
+def test_httproute_multiple_gateways_different_pools(two: TwoPools) -> None:
+    one, other = two.endpoints
+    for i in range(10):
+        asked = two.ask_gateway("inference", f"primary{i}", "primary.example.com", "/test-primary-gateway")
+        assert asked == (200, one)
+        asked = two.ask_gateway("secondary", f"secondary{i}", "secondary.example.com", "/test-secondary-gateway")
+        assert asked == (200, other)
+    assert two.ask_gateway("secondary", "astray", "primary.example.com", "/test-primary-gateway") == (404, None)
+    assert {case[:-1] for case in two.world.picker.asks} & {"primary", "secondary"} == {"primary"}
+    assert {case[:-1] for case in two.picker.asks} & {"primary", "secondary"} == {"secondary"}
 
 
 def test_gateway_weighted_two_pools(two: TwoPools) -> None:

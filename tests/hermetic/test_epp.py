@@ -13,12 +13,12 @@ import pytest
 from bench.engine.server import FakeVllm
 from bench.engine.timing import preset
 from gateway.config import Config
-from gateway.config.schema import EppConfig, KubernetesConfig, PdConfig
+from gateway.config.schema import EppConfig, KubernetesConfig, PdConfig, QueueConfig
 from gateway.engine.health import State
 from gateway.epp.run import Epp
 from gateway.errors import UserError
 from gateway.pb import ext_proc_pb2 as pb
-from tests.support.command import Command
+from tests.support.command import EppCommand
 from tests.support.envoy import envoy_binary, ext_proc
 from tests.support.epp_fleet import EppFleet
 from tests.support.extproc import destinations, request_head
@@ -211,6 +211,39 @@ async def test_plans_that_no_sidecar_answers_are_told(tmp_path: Path) -> None:
         await until(fleet.is_idle)
 
 
+@pytest.mark.parametrize("envoy", ["standalone", "buffered", "override-host"])
+async def test_case_22_a_batch_request_makes_room_for_another_and_its_engine_stops(tmp_path: Path, envoy: str) -> None:
+    async with EppFleet(
+        tmp_path,
+        envoy=envoy,
+        epp={"objectives": ("batch=-1",)},
+        queue=QueueConfig(waiting_per_worker=1, evict_after_s=0.1),
+        a=engine().with_engine(timing=preset("h200-7b"), max_num_seqs=1),
+    ) as fleet:
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 4000}
+        batch = {"x-llm-d-inference-objective": "batch"}
+
+        def ask(headers: dict[str, str], **fields: Any) -> asyncio.Task[tuple[int, Any, Any]]:
+            return asyncio.create_task(fleet.ask("POST", "/v1/completions", json={**body, **fields}, headers=headers))
+
+        running = ask(batch)
+        await until(lambda: (stats := fleet.core.fleet.workers["a"].stats) and stats.running == 1)
+        waiting = ask(batch, stream=envoy != "buffered")
+        await until(lambda: (stats := fleet.core.fleet.workers["a"].stats) and stats.waiting == 1)
+        assert "\nwarmroute_queue_evictable 2.0\n" in (await fleet.page("/metrics"))[1]
+        other = ask({}, max_tokens=2)
+        status, error, headers = await waiting
+        assert (status, error["error"]["code"]) == (429, "evicted")
+        assert headers["x-llm-d-request-dropped-reason"] == "evicted-priority"
+        assert headers["Content-Type"] == "application/json"
+        await until(lambda: fleet.core.queue.n_waiting == 0)
+        running.cancel()  # Or it would take minutes.
+        assert (await other)[0] == 200
+        await until(fleet.is_idle)
+        await until(lambda: "epp_evicted" in fleet.envoy.log, 20)
+        assert fleet.value("warmroute_requests_rejected_total", reason="evicted") == 1
+
+
 async def test_it_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.epp.run._NOTICED_S", 0.5)
     async with EppFleet(tmp_path, a=engine()) as fleet:
@@ -261,19 +294,3 @@ async def test_what_is_configured_wrongly_is_said_and_nothing_else(config: Confi
         Epp(config)
     gc.collect()
     assert told == []
-
-
-class EppCommand(Command):
-    """Its pages are on a port of their own."""
-
-    def __init__(self, metrics_port: int, face: str, *args: str) -> None:
-        super().__init__(face, *args)
-        self._metrics_port = metrics_port
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._metrics_port}"
-
-    async def text(self, path: str) -> str:
-        async with self.http.get(self.url + path) as response:
-            return await response.text()

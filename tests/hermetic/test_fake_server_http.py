@@ -47,7 +47,7 @@ async def post(http: aiohttp.ClientSession, engine: FakeVllm, path: str, body: A
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the engine signals nothing
             await asyncio.sleep(0.002)
 
@@ -319,7 +319,7 @@ async def test_headers_leave_before_the_first_token(http: aiohttp.ClientSession)
     async with FakeVllm(config()) as engine:
         engine.drivers[0].pause(True)
         body = {"model": "tiny", "prompt": "x", "max_tokens": 2, "stream": True}
-        async with asyncio.timeout(5), http.post(engine.url + "/v1/completions", json=body) as response:
+        async with asyncio.timeout(60), http.post(engine.url + "/v1/completions", json=body) as response:
             assert response.status == 200
             engine.drivers[0].pause(False)
             assert len(sse(await response.text())) == 2

@@ -54,11 +54,11 @@ async def test_adapters_are_known_soon_after_they_are_loaded(fleet: Fleet) -> No
     lora = {"lora_name": "l9", "lora_path": "/adapters/l9"}
     status, answer, _ = await fleet.post(fleet.admin + "/load_lora_adapter?worker=b", lora)
     assert (status, answer["results"]["b"]["status"]) == (200, 200)
-    await until(lambda: "l9" in fleet.core.fleet.workers["b"].adapters, within_s=5)
+    await until(lambda: "l9" in fleet.core.fleet.workers["b"].adapters, within_s=30)
     assert (await fleet.complete("x", model="l9"))[0] == "b"
     status, answer, _ = await fleet.post(fleet.admin + "/v1/unload_lora_adapter?worker=b", {"lora_name": "l9"})
     assert status == 200
-    await until(lambda: "l9" not in fleet.core.fleet.workers["b"].adapters, within_s=5)
+    await until(lambda: "l9" not in fleet.core.fleet.workers["b"].adapters, within_s=30)
     status, _, _ = await fleet.post(fleet.url + "/v1/completions", {"model": "l9", "prompt": "x"})
     assert status == 404
 

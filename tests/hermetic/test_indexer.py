@@ -8,6 +8,7 @@ import signal
 import time
 from array import array
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,6 +16,9 @@ import trustme
 
 from gateway.config.schema import EppConfig, IndexConfig, IndexServiceConfig, TlsConfig
 from gateway.epp.run import Epp
+from gateway.errors import UserError
+from gateway.indexservice import link, server
+from gateway.indexservice.addresses import Addresses
 from gateway.indexservice.server import SERVICE
 from gateway.indexservice.wire import change_of, packed, section_changes
 from gateway.pb import health_pb2
@@ -426,3 +430,104 @@ async def test_a_snapshot_is_whole_and_ends() -> None:
                 ended = update.end if update.HasField("end") else None
         assert ended is not None
         assert digests(replica) == digests(indexer.core.index) != {}
+
+
+async def refused(where: str, method: str, request_: Any, metadata: Any = None) -> grpc.StatusCode | None:
+    """What a call ends with; None: it is answered."""
+    async with channel(where) as it:
+        kind = it.unary_stream if method in ("Watch", "Snapshot") else it.unary_unary
+        call = kind(f"/{SERVICE}/{method}", type(request_).SerializeToString)(request_, metadata=metadata, timeout=10)
+        try:
+            await (call.read() if method in ("Watch", "Snapshot") else call)
+        except grpc.aio.AioRpcError as exc:
+            return exc.code()
+        return None
+
+
+REQUESTS = {
+    "Match": pb.MatchRequest(token_ids=ids(prompt(1))),
+    "Watch": pb.WatchRequest(),
+    "Snapshot": pb.SnapshotRequest(),
+    "Stats": pb.StatsRequest(),
+    "Forget": pb.ForgetRequest(worker="a"),
+}
+
+
+async def test_with_a_token_nobody_is_answered_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token, file, path = "t" * 20, tmp_path / "token", str(tmp_path / "indexer.sock")
+    file.write_text(token + "\n")
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer(token_file=str(file), socket=path)
+        where = address(indexer)
+        for method, request_ in REQUESTS.items():
+            for given in (None, "", token, f"Bearer {token}x", "Bearer " + "é"):
+                metadata = None if given is None else (("authorization", given.encode("ascii", "ignore").decode()),)
+                assert await refused(where, method, request_, metadata) is grpc.StatusCode.UNAUTHENTICATED
+            twice = (("authorization", f"Bearer {token}"),) * 2
+            assert await refused(where, method, request_, twice) is grpc.StatusCode.UNAUTHENTICATED
+            assert await refused(where, method, request_, (("authorization", f"Bearer {token}"),)) is None
+            assert await refused(f"unix:{path}", method, request_) is None
+        assert indexer.server.counts.unauthenticated == 6 * len(REQUESTS)
+        async with channel(where) as it:  # Probes have no token.
+            check = it.unary_unary("/grpc.health.v1.Health/Check", None, health_pb2.HealthCheckResponse.FromString)
+            assert (await check(b"", timeout=10)).status == health_pb2.HealthCheckResponse.SERVING
+        without = await fleet.gateway(where)
+        await until(lambda: without.core.link.problem)
+        assert "UNAUTHENTICATED" in without.core.link.problem
+        gateway = await fleet.gateway(where, token_file=str(file))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(12))
+        await is_copied(indexer, gateway)
+        gateway.core.cache_cleared("a")
+        await until(lambda: not digests(indexer.core.index))
+        monkeypatch.setenv("WARMROUTE_INDEXER_TOKEN", token)
+        asking = await fleet.gateway(where, mode="query")
+        await until(lambda: asking.core.link.is_live)
+        await fleet.complete(asking, prompt(13))
+        await until(lambda: asking.core.ingest.counters().get("query_answered"))
+
+
+@pytest.mark.parametrize("content", ["short", "with spaces in it, it is none", "", b"\xff" * 20])
+def test_a_token_that_is_none_stops_the_start(tmp_path: Path, content: str | bytes) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match="token") as wrong:
+        Addresses(IndexServiceConfig(addresses=("a:1",), token_file=str(file)), random.Random(1))
+    assert str(content) not in str(wrong.value) or not content
+
+
+async def test_of_too_many_copies_the_last_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_WATCHERS", 2)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateways = [await fleet.gateway(address(indexer)) for _ in range(2)]
+        await until(lambda: all(gateway.core.link.is_live for gateway in gateways))
+        for method in ("Watch", "Snapshot"):
+            assert await refused(address(indexer), method, REQUESTS[method]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert indexer.server.counts.turned_away == 2
+        assert await refused(address(indexer), "Match", REQUESTS["Match"]) is None
+        await gateways[0].close()
+        await until(lambda: indexer.server.counts.watchers == 1)
+        assert await refused(address(indexer), "Snapshot", REQUESTS["Snapshot"]) is None
+
+
+@pytest.mark.parametrize("most", ["_MOST_BLOCKS", "_MOST_HOLDERS"])
+async def test_an_indexer_that_tells_without_end_is_given_up(most: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, most, 1)
+    async with Fleet(a=engine(), b=engine()) as fleet:
+        indexer = await fleet.indexer()
+        for worker in "xy":
+            indexer.core.index.apply(worker, 0, decode_batch(stored([1, 2], [1, 2], block_size=1)))
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: gateway.core.ingest.counters().get("copy_unreadable"))
+        assert "more than there can be" in gateway.core.link.problem
+
+
+async def test_of_too_many_calls_the_last_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(server, "MOST_MATCHES", 0)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: gateway.core.link.is_live)
+        assert await refused(address(indexer), "Match", REQUESTS["Match"]) is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -11,7 +11,7 @@ import pytest
 from gateway.engine.health import State
 from gateway.large import LARGE_BYTES
 from gateway.proxy import body as body_module
-from gateway.proxy import relay
+from gateway.proxy import handler, relay, server
 from scorer.types import Role
 from tests.support.proxy_world import Call, Stub, World, raw_request, until
 
@@ -37,7 +37,7 @@ async def answer_of(world: World, request: bytes) -> tuple[bytes, bytes]:
     """(head, body) of an exchange that ends with the connection."""
     reader, writer = await world.connect()
     writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     head, _, rest = answer.partition(b"\r\n\r\n")
     return head, rest
@@ -203,6 +203,84 @@ async def test_who_sends_no_body_takes_nobodys_place() -> None:
         await until(world.is_idle)
 
 
+@pytest.mark.parametrize("framing", ["Transfer-Encoding: chunked", "Content-Length: 50"])
+async def test_a_preflight_is_answered_without_its_body(framing: str) -> None:
+    async with Stub(ok) as stub, World({"a": stub.url}) as world:
+        line = "OPTIONS /v1/completions HTTP/1.1"
+        head, _ = await answer_of(world, raw_request(b"", framing, "Expect: 100-continue", line=line, length=False))
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in head.lower()
+        assert [call.body for call in stub.calls] == [b""]
+
+
+async def test_preflights_take_nobodys_place_and_have_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_PREFLIGHTS", 8)
+
+    async def answers_posts(call: Call) -> None:
+        if call.line.startswith("OPTIONS"):
+            await call.wait_hang_up()
+        else:
+            await ok(call)
+
+    async with Stub(answers_posts) as stub, World({"a": stub.url}, max_concurrency=1) as world:
+        waiting = [await world.connect() for _ in range(8)]
+        for _, writer in waiting:
+            writer.write(raw_request(b"", line="OPTIONS /v1/completions HTTP/1.1"))
+        await until(lambda: len(stub.calls) == 8)
+        assert (await world.post(BODY))[0] == 200
+        async with world.http.options(world.url + "/v1/completions") as response:
+            assert response.status == 503
+        for _, writer in waiting:
+            writer.transport.abort()
+        await until(world.is_idle)
+        stub.script = ok
+        async with world.http.options(world.url + "/v1/completions") as response:
+            assert response.status == 200
+
+
+async def test_an_engine_that_answers_no_preflight_is_waited_for_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "_PREFLIGHT_S", 0.2)
+
+    async def silent(call: Call) -> None:
+        await call.wait_hang_up()
+
+    async with Stub(silent) as stub, World({"a": stub.url}) as world:
+        async with world.http.options(world.url + "/v1/completions") as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["code"] == "upstream_timeout"
+        await asyncio.wait_for(stub.calls[0].hung_up.wait(), 10)
+
+
+async def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "_GRACE_S", 0.3)
+    raw = json.dumps({**BODY, "prompt": "x" * 5000}).encode()
+    async with Stub(ok) as stub, World({"a": stub.url}, min_body_bytes_per_s=10_000) as world:
+        reader, writer = await world.connect()
+        writer.write(raw_request(b"", f"Content-Length: {len(raw)}", length=False))
+        answer = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
+        for byte in raw:
+            if answer.done():
+                break
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+        assert (await answer).startswith(b"HTTP/1.1 408")
+        assert world.value("warmroute_requests_rejected_total", reason="body_timeout") == 1
+        writer.close()
+        assert stub.calls == []
+
+
+async def test_a_body_may_pause_that_came_fast_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "_GRACE_S", 1.0)
+    raw = json.dumps({**BODY, "prompt": "x" * 50_000}).encode()
+    async with Stub(ok) as stub, World({"a": stub.url}, min_body_bytes_per_s=5_000) as world:
+        reader, writer = await world.connect()
+        writer.write(raw_request(raw[:-1], f"Content-Length: {len(raw)}", length=False))
+        await asyncio.sleep(1.5)  # What is tried is that nothing ends it.
+        writer.write(raw[-1:])
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
 async def test_a_body_that_pauses_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "_SILENCE_S", 0.3)
     async with Stub(ok) as stub, World({"a": stub.url}) as world:
@@ -303,7 +381,7 @@ async def test_a_head_that_comes_drop_by_drop_is_given_up(monkeypatch: pytest.Mo
 
         task = asyncio.ensure_future(drips())
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
         task.cancel()
         assert (await world.post(BODY))[0] == 200
 

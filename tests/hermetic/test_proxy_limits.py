@@ -21,7 +21,7 @@ async def ok(call: Call) -> None:
 async def answer_of(world: World, request: bytes) -> bytes:
     reader, writer = await world.connect()
     writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     return answer
 
@@ -133,8 +133,8 @@ async def test_drain_lets_running_requests_end_and_takes_no_new_connections() ->
             assert not drained.done()
             go_on.set()
             assert await response.content.read() == b"data: 2\n\n"
-            assert (await asyncio.wait_for(idle_reader.read(), 5)).endswith(b"0\r\n\r\n")
-        assert await asyncio.wait_for(drained, 5) == 0
+            assert (await asyncio.wait_for(idle_reader.read(), 60)).endswith(b"0\r\n\r\n")
+        assert await asyncio.wait_for(drained, 60) == 0
         idle_writer.close()
 
 
@@ -151,7 +151,7 @@ async def test_what_does_not_end_in_time_is_cut() -> None:
         await world.server.stop_accepting()
         assert await world.plane.drain(0.1) == 1
         await world.server.close()
-        rest = await asyncio.wait_for(reader.read(), 5)
+        rest = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert not rest.endswith(b"0\r\n\r\n")
         await until(lambda: stub.calls[0].hung_up.is_set())

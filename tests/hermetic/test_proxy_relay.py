@@ -227,7 +227,7 @@ async def test_chunks_are_passed_on_as_they_come(world: World, stub: Stub) -> No
     stub.script = script
     async with world.http.post(world.url + "/v1/completions", data=BODY) as response:
         for piece in (b"data: \xf0\x9f", b"\x98\x80\n", b"\n"):
-            assert await asyncio.wait_for(response.content.readany(), 5) == piece
+            assert await asyncio.wait_for(response.content.readany(), 60) == piece
             go_on.set()
         assert await response.content.read() == b""
 

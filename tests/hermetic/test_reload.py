@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,9 @@ from gateway.epp.run import Epp
 from gateway.reload import Source
 from gateway.sidecar.run import Sidecar
 from scorer.types import Role
-from tests.support.command import Command
+from tests.support.command import Command, EppCommand
 from tests.support.gateway_world import Fleet, engine, prefill, until
-from tests.support.sidecar_world import Pod
+from tests.support.sidecar_world import Pod, free_port
 
 
 def write(path: Path, config: Any) -> None:
@@ -138,6 +139,60 @@ async def test_a_picker_takes_new_workers_by_address_and_no_key_of_the_sidecar()
         await until(lambda: "a" in epp.core.fleet.workers)
         assert epp.core.fleet.workers["a"].url == a.url  # A proxy is told addresses.
         assert reloading.pending == []
+
+
+async def test_a_picker_takes_new_objectives_and_rewrites_and_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+    file = tmp_path / "warmroute.yaml"
+    own = {"host": "127.0.0.1", "port": 0, "health_port": 0, "metrics_port": 0, "admin_port": 0, "tls": "off"}
+
+    def put(**epp: Any) -> None:
+        write(file, {"epp": {**own, **epp}, "logging": {"level": "error"}})
+
+    put(objectives=["batch=-1"], rewrites=["nick=tiny"])
+    given = load_config(str(file))
+    async with Epp(given) as epp:
+        epp.objectives.replace({"found": 3})
+        reloading = epp.follow_config(given, Source(read=lambda: load_config(str(file)), file=str(file)))
+
+        def now() -> tuple[list[int | None], list[str]]:
+            """What requests are looked at with."""
+            priorities = [epp.picker._objectives.priority(name) for name in ("batch", "urgent", "found")]
+            return priorities, [epp.picker._rewrites.target(name, random.Random(1)) for name in ("nick", "nack")]
+
+        assert now() == ([-1, None, 3], ["tiny", "nack"])
+        put(objectives=["urgent=5", "found=1"], rewrites=["nack=tiny"])
+        reloading.reload()
+        assert now() == ([None, 5, 3], ["nick", "tiny"])
+        assert (reloading.pending, epp.config.epp.objectives) == ([], ("urgent=5", "found=1"))
+        for bad in ({"objectives": ["urgent=9", "x"]}, {"objectives": ["urgent=9"], "rewrites": ["x"]}):
+            put(**bad)
+            reloading.reload()
+            assert now() == ([None, 5, 3], ["nick", "tiny"])
+            assert reloading.problem is not None
+            assert next(iter(bad)) in reloading.problem or "rewrites" in reloading.problem
+        put()
+        reloading.reload()
+        assert (now(), reloading.problem) == (([None, None, 3], ["nick", "nack"]), None)
+
+
+async def test_sighup_gives_a_picker_new_objectives(tmp_path: Path) -> None:
+    file = tmp_path / "warmroute.yaml"
+    pages = free_port()
+    own = {"health_port": 0, "metrics_port": pages, "tls": "off"}
+    async with FakeVllm(engine()) as a:
+        base = {"workers": [{"url": a.url, "name": "a"}]}
+        write(file, {**base, "epp": own})
+        async with EppCommand(pages, "epp", "--config", str(file)) as epp:
+
+            async def model() -> str:
+                asked = {"model": "nick", "prompt": "hi"}
+                async with epp.http.post(epp.admin + "/debug/explain", json=asked) as response:
+                    return str((await response.json()).get("model"))
+
+            assert await model() == "None"
+            write(file, {**base, "epp": {**own, "rewrites": ["nick=tiny"]}})
+            epp.process.send_signal(signal.SIGHUP)
+            await eventually(lambda: _is(model(), "tiny"))
 
 
 async def test_the_log_level_changes_through_the_admin_port() -> None:

@@ -11,6 +11,7 @@ import pytest
 import trustme
 
 from bench.engine.server import FakeVllm
+from gateway import tls
 from gateway.cli import main
 from gateway.config import Config
 from gateway.config.schema import GatewayConfig, TlsConfig, TokensConfig, Worker
@@ -21,6 +22,7 @@ from gateway.proxy.upstream import new_upstream
 from gateway.run import Gateway
 from gateway.tls import ServingCertificate, client_context, scheme_of_workers, serving_certificate
 from scorer.types import ChangeKind
+from tests.support.followed import taken
 from tests.support.gateway_world import engine, until
 from tests.support.sidecar_world import Pod
 
@@ -68,7 +70,7 @@ async def test_the_data_plane_serves_tls_and_takes_renewed_files(files: Files) -
         first = await serial(port, context)
         files.renew()
         assert pod.sidecar.certificate is not None
-        assert pod.sidecar.certificate.refresh()
+        assert taken(pod.sidecar.certificate)
         assert await serial(port, context) != first
         with pytest.raises(ssl.SSLCertVerificationError):
             await serial(port, ssl.create_default_context())
@@ -89,8 +91,73 @@ def test_half_replaced_files_change_nothing(files: Files, caplog: pytest.LogCapt
     Path(files.cert).unlink()
     assert not certificate.refresh()
     files.renew()
-    assert certificate.refresh()
+    assert taken(certificate)
     assert not certificate.refresh()
+
+
+async def test_files_that_change_while_they_are_taken_break_nothing(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was tried is what is served, whatever the files are by then."""
+    async with Pod(tls=files.serving) as pod:
+        certificate = pod.sidecar.certificate
+        assert certificate is not None
+        first = await serial(pod.sidecar.port, files.trusting())
+        files.renew()
+        tried = certificate._made
+
+        def made(contents: tuple[bytes, ...]) -> ssl.SSLContext:
+            context = tried(contents)
+            Path(files.key).write_text("half of it")
+            return context
+
+        monkeypatch.setattr(certificate, "_made", made)
+        assert taken(certificate)
+        second = await serial(pod.sidecar.port, files.trusting())
+        assert second != first
+        monkeypatch.undo()
+        for _ in range(3):
+            assert not certificate.refresh()
+        assert await serial(pod.sidecar.port, files.trusting()) == second
+
+
+@pytest.mark.parametrize("when", ["before it is read", "while it is read"])
+def test_a_chain_that_is_still_being_written_is_not_taken(
+    files: Files, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = serving_certificate(files.serving)
+    assert certificate is not None
+    between = files.ca.create_child_ca()
+    leaf = between.issue_cert("127.0.0.1")
+    leaf.private_key_pem.write_to_path(files.key)
+    whole = b"".join(blob.bytes() for blob in leaf.cert_chain_pems)
+    assert whole.count(b"BEGIN") == 2
+    Path(files.cert).write_bytes(leaf.cert_chain_pems[0].bytes())  # It makes sense by itself.
+    assert not certificate.look()
+    if when == "while it is read":
+        read = tls._contents
+
+        def torn(names: tuple[str, ...]) -> tuple[bytes, ...]:
+            contents = read(names)
+            Path(files.cert).write_bytes(whole)
+            return contents
+
+        monkeypatch.setattr(tls, "_contents", torn)
+        assert not certificate.look()
+        monkeypatch.undo()
+    else:
+        Path(files.cert).write_bytes(whole)
+    assert not certificate.look()
+    assert certificate.look()
+    certificate.take()
+    assert certificate.contents[0] == whole
+
+
+def test_keys_are_given_to_openssl_where_the_system_has_no_memory_files(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_FDS", "/nowhere")
+    assert serving_certificate(files.serving) is not None
 
 
 @pytest.mark.parametrize("insecure", [False, True])

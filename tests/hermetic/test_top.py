@@ -87,7 +87,7 @@ class Terminal:
         os.write(self._master, keys)
 
     async def ended(self) -> int:
-        code = await asyncio.wait_for(self.process.wait(), 10)
+        code = await asyncio.wait_for(self.process.wait(), 60)
         self.read()
         os.close(self._master)
         os.close(self.slave)
@@ -139,7 +139,7 @@ async def test_ctrl_c_ends_it_and_the_terminal_is_as_it_was(fleet: Fleet) -> Non
     await terminal.until(lambda seen: b"warmroute gateway" in seen)
     assert termios.tcgetattr(terminal.slave) != terminal.before
     os.killpg(terminal.process.pid, signal.SIGINT)
-    await asyncio.wait_for(terminal.process.wait(), 10)
+    await asyncio.wait_for(terminal.process.wait(), 60)
     assert termios.tcgetattr(terminal.slave) == terminal.before
     assert await terminal.ended() == 130
     assert b"Traceback" not in terminal.seen

@@ -41,7 +41,7 @@ REQUEST = st.tuples(
     st.sampled_from([40, 400, 3000]),
     st.none() | HEAD,
     CHUNKS,
-    st.sampled_from(["ended", "aborted", "unseen"]),
+    st.sampled_from(["ended", "aborted", "unseen", "recalled"]),
 )
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.extproc.session import ProtocolError
+from gateway.extproc.types import Recall, Refusal
 from gateway.extproc.wire import CHUNK_BYTES
 from gateway.pb import ext_proc_pb2 as pb
 from tests.support.extproc import (
@@ -94,7 +95,9 @@ def exchanges(draw: st.DrawFn) -> tuple[list[pb.ProcessingRequest], int]:
                 request.append(request_body(ends=True))
         if shape == "trailers" and modes[0] != pb.NONE:
             request.append(request_trailers())
-    response = [response_head(status=draw(st.integers(200, 599)), ends=draw(st.booleans()))]
+    kind_of_response = draw(st.sampled_from(["application/json", "text/event-stream; charset=utf-8"]))
+    head = "content-type", kind_of_response
+    response = [response_head(head, status=draw(st.integers(200, 599)), ends=draw(st.booleans()))]
     if not response[0].response_headers.end_of_stream and modes[1] != pb.NONE:
         pieces = draw(parts)
         if modes[1] == pb.BUFFERED:
@@ -111,18 +114,25 @@ def exchanges(draw: st.DrawFn) -> tuple[list[pb.ProcessingRequest], int]:
     return merged, draw(st.integers(0, len(merged)))
 
 
-@given(exchange=exchanges())
-def test_any_order_is_answered_and_each_message_once(exchange: tuple[list[pb.ProcessingRequest], int]) -> None:
+@given(exchange=exchanges(), recallable=st.booleans())
+def test_any_order_is_answered_and_each_message_once(
+    exchange: tuple[list[pb.ProcessingRequest], int], recallable: bool
+) -> None:
     messages, decide_after = exchange
     talk = Talk()
+    recall = Recall() if recallable else None
     for i, message in enumerate(messages):
         talk.feed(message)
         if talk.session.ask is not None and i >= decide_after:
-            talk.pick()
+            talk.pick(recall=recall)
     if talk.session.ask is not None:
-        talk.pick()
+        talk.pick(recall=recall)
+    is_held = talk.session._held is not None
     talk.session.close()
     answered, came = kinds(talk.answers), kinds(messages)
+    if is_held:  # It waits for a chunk that did not come.
+        assert recallable
+        came = [name for name in came if not name.startswith("response")]
     for name in ("response_headers", "response_trailers"):
         assert answered.count(name) == came.count(name)
     assert answered.count("response_body") == came.count("response_body")
@@ -136,6 +146,32 @@ def test_any_order_is_answered_and_each_message_once(exchange: tuple[list[pb.Pro
     assert len(talk.watch.lasts) <= 1
     assert talk.watch.told[-1:] == [(last,) for last in talk.watch.lasts]
     assert talk.watch.body in b"".join(m.response_body.body for m in messages)
+
+
+@given(exchange=exchanges(), at=st.integers(0, 12))
+def test_what_is_taken_back_is_refused_once_and_only_before_its_response_begins(
+    exchange: tuple[list[pb.ProcessingRequest], int], at: int
+) -> None:
+    messages, decide_after = exchange
+    talk, gone = Talk(), Refusal(status=429, body=b"gone", headers={})
+    taken: list[pb.ProcessingResponse] = []
+    for i, message in enumerate(messages):
+        answers = talk.feed(message)
+        assert not (taken and answers)
+        if talk.session.ask is not None and i >= decide_after:
+            talk.pick(recall=Recall())
+        if i >= at and not taken:
+            begun = "response_headers" in kinds(talk.answers)
+            taken = talk.session.take_back(gone)
+            if taken:
+                assert not begun
+                assert kinds(taken) == ["immediate_response"]
+                assert talk.watch.told == [("recalled",)]
+    if taken:
+        assert talk.session.take_back(gone) == []
+    talk.session.close()
+    assert talk.session.take_back(gone) == []
+    assert talk.watch.lasts == ["recalled"] if taken else "recalled" not in talk.watch.lasts
 
 
 anything = st.one_of(

@@ -1,6 +1,7 @@
 """`python -m tests.soak.run [--seconds 1800]`: cycles of load and rest, and what each rest shows.
 
-Of each process (gateway, picker), from the second third of the cycles on:
+Of each process (gateway, picker, and the indexer that the picker goes by; the first two tell each other through Redis
+where this machine has one), from the second third of the cycles on:
 
     bookings     nothing is booked, in flight or waiting at any rest
     descriptors  no more than `_MORE_DESCRIPTORS` above the first of these rests: idle connections come and go
@@ -41,6 +42,7 @@ from tests.soak.picks import Proxy
 from tests.soak.troubles import Troubles
 from tests.soak.watched import AtRest, Watched
 from tests.support.gateway_world import decode, engine, prefill
+from tests.support.redis_server import RedisServer, binary
 from tests.support.sidecar_world import free_port
 
 _MORE_DESCRIPTORS = 16
@@ -66,8 +68,8 @@ def _engines() -> dict[str, FakeVllm]:
     return {name: FakeVllm(config.with_engine(num_gpu_blocks=1200)) for name, config in configs.items()}
 
 
-def _config(engines: dict[str, FakeVllm], folder: Path) -> Path:
-    tree = {
+def _config(engines: dict[str, FakeVllm], folder: Path, redis: str | None) -> Path:
+    tree: dict[str, Any] = {
         "workers": [{"url": it.url, "name": name, "role": _ROLES[name]} for name, it in engines.items()],
         "gateway": {"stored_responses": 500, "drain_timeout_s": 1.0},
         "index": {"budget_bytes": _INDEX_BYTES},
@@ -77,6 +79,8 @@ def _config(engines: dict[str, FakeVllm], folder: Path) -> Path:
         "tokens": {"engine_budget_ms": 500},
         "logging": {"level": "error"},
     }
+    if redis is not None:
+        tree["redis"] = {"url": redis}
     file = folder / "soak.yaml"
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return file
@@ -88,7 +92,7 @@ class Soak:
         self.cycles = cycles
         self.rate = rate
         self.told = {"gateway": Told(), "epp": Told()}
-        self.rests: dict[str, list[AtRest]] = {"gateway": [], "epp": []}
+        self.rests: dict[str, list[AtRest]] = {"gateway": [], "epp": [], "indexer": []}
         self.troubles: dict[str, int] = {}
         self.unserved: list[str] = []
         self.logs: dict[str, str] = {}
@@ -99,12 +103,16 @@ class Soak:
             engines = _engines()
             for each in engines.values():
                 await stack.enter_async_context(each)
-            config = str(_config(engines, folder))
-            ports = free_port(), free_port()
+            redis = await stack.enter_async_context(RedisServer()) if binary("redis") else None
+            config = str(_config(engines, folder, None if redis is None else redis.url))
+            ports = free_port(), free_port(), free_port()
+            indexer = Watched(folder, "indexer", "--config", config, "--indexer-metrics-port", str(ports[2]),
+                              metrics_port=ports[2])  # fmt: skip
             gateway = Watched(folder, "gateway", "--config", config, "--tenancy-salt", "off")  # No sessions with salts.
             epp = Watched(folder, "epp", "--config", config, "--epp-health-port", str(ports[0]), "--epp-metrics-port",
-                          str(ports[1]), "--epp-tls", "off", metrics_port=ports[1])  # fmt: skip
-            faces = {"gateway": gateway, "epp": epp}
+                          str(ports[1]), "--epp-tls", "off", "--index-source", "service", "--index-service-addresses",
+                          f"127.0.0.1:{indexer.port}", metrics_port=ports[1])  # fmt: skip
+            faces = {"indexer": indexer, "gateway": gateway, "epp": epp}
             for face in faces.values():
                 await stack.enter_async_context(face)
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -112,12 +120,18 @@ class Soak:
                 for cycle in range(self.cycles):
                     await self._load(faces, troubles, cycle)
                     for name, face in faces.items():
-                        self.rests[name].append(await face.at_rest(_PATIENCE_S, self.told[name].requests))
+                        self.rests[name].append(await face.at_rest(_PATIENCE_S, self._requests(name)))
                     print(self._line(cycle), file=sys.stderr, flush=True)
                 self.troubles = dict(troubles.counts)
                 await self._still_serves(gateway, http)
+                if not await _follows(epp, http):
+                    self.unserved.append("the picker follows no indexer")
             for name, face in faces.items():
                 self.logs[name] = await face.ended()
+
+    def _requests(self, name: str) -> int:
+        """The indexer hears of what all of them make engines do."""
+        return self.told[name].requests if name in self.told else sum(told.requests for told in self.told.values())
 
     async def _load(self, faces: dict[str, Watched], troubles: Troubles, cycle: int) -> None:
         """For one cycle's time. Its connections are closed when it ends, so that at rest only the faces' are open."""
@@ -186,6 +200,11 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
             for task in left:
                 task.print_stack()
             raise TimeoutError("a client does not end")
+
+
+async def _follows(face: Watched, http: aiohttp.ClientSession) -> bool:
+    async with http.get(face.pages + "/metrics") as page:
+        return "\nwarmroute_index_service_up 1.0\n" in await page.text()
 
 
 async def _states(gateway: Watched, http: aiohttp.ClientSession) -> dict[str, str]:

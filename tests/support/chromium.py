@@ -149,7 +149,7 @@ class Page:
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
-    async def until(self, expression: str, within_s: float = 15.0) -> None:
+    async def until(self, expression: str, within_s: float = 60.0) -> None:
         try:
             async with asyncio.timeout(within_s):
                 while not await self.value(f"!!({expression})"):  # noqa: ASYNC110 - nothing signals it

@@ -51,7 +51,7 @@ class Command(Stacked):
 
     async def stopped(self) -> str:
         """Its log, once it has ended by itself, and well. `process.send_signal` first."""
-        assert await asyncio.wait_for(self.process.wait(), 10) == 0
+        assert await asyncio.wait_for(self.process.wait(), 60) == 0
         log = (await self._log).decode()
         assert "Traceback" not in log
         return log
@@ -73,3 +73,19 @@ class Command(Stacked):
             self.process.kill()
             await self.process.wait()
         await self._log
+
+
+class EppCommand(Command):
+    """Its pages are on a port of their own."""
+
+    def __init__(self, metrics_port: int, face: str, *args: str) -> None:
+        super().__init__(face, *args)
+        self._metrics_port = metrics_port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._metrics_port}"
+
+    async def text(self, path: str) -> str:
+        async with self.http.get(self.url + path) as response:
+            return await response.text()

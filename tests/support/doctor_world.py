@@ -17,7 +17,7 @@ from gateway.doctor.examine import Options, examine
 from gateway.doctor.findings import Finding, Report, Severity
 
 PATIENT = Options(timeout_s=5.0)
-QUICK = Options(timeout_s=1.0)
+QUICK = Options(timeout_s=2.0)
 """For what is expected not to come."""
 
 

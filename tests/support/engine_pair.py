@@ -84,7 +84,7 @@ async def a_pair(decode: dict[str, Any] | None = None, **prefill: Any) -> AsyncI
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the engine signals nothing
             await asyncio.sleep(0.002)
 

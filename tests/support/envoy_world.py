@@ -22,13 +22,13 @@ import uvloop
 
 from gateway.extproc.refusals import NO_ENDPOINTS, SATURATED, refusal
 from gateway.extproc.server import PickerServer, PickerSettings
-from gateway.extproc.types import Ask, Pick, Refusal
+from gateway.extproc.types import Ask, Pick, Recall, Refusal
 from gateway.proxy.errors import UNAVAILABLE, ApiError
 from tests.support.envoy import Change, Envoy, fit, shipped
 from tests.support.extproc import Watched
 
 T = TypeVar("T")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 CASE = "x-case"
 DO = "x-do"
 
@@ -54,8 +54,9 @@ class Loop:
 
 class Pods:
     """Engines on ports of their own. A path's query says how one answers: `?sse=N&gap=S`, `?trailers`, `?big=N`,
-    `?early=STATUS`, `?say=HEX&say=HEX...` (a chunk each; `&status=N&kind=CONTENT-TYPE&coding=gzip`); otherwise it is
-    JSON that tells what arrived. A WebSocket gets back what it sends.
+    `?early=STATUS`, `?silent` (nothing, until its client leaves), `?silent=stream` (the head alone),
+    `?say=HEX&say=HEX...` (a chunk each; `&status=N&kind=CONTENT-TYPE&coding=gzip`); otherwise it is JSON that tells
+    what arrived. A WebSocket gets back what it sends.
     """
 
     def __init__(self, number: int = 2) -> None:
@@ -63,7 +64,8 @@ class Pods:
         self._servers: list[asyncio.Server] = []
         self.ports: tuple[int, ...] = ()
         self.hung_up: set[str] = set()
-        """Cases whose client left while they were streaming."""
+        """Cases whose client left while they were streaming, or silent."""
+        self.silent: set[str] = set()
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -103,6 +105,13 @@ class Pods:
                 await writer.drain()
             return False
         body, trailers = await _body(reader, one)
+        if "silent" in query:
+            if query["silent"] == ["stream"]:
+                writer.write((start + "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n").encode())
+            self.silent.add(one.get(CASE, ""))
+            await reader.read(1)
+            self.hung_up.add(one.get(CASE, ""))
+            return False
         if "sse" in query:
             writer.write((start + "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n").encode())
             for i in range(int(query["sse"][0])):
@@ -153,8 +162,8 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> tuple[
 
 class Obedient:
     """A picker that does what a request's header `x-do` says: nothing (the first pod), `pod=N`, `at=ENDPOINTS`, `503`,
-    `429`, `raise`, `hang`, `sleep=S`, `body=BYTES`, `rename`, `bad-header`, `set=JSON` (headers), `scores`. What became
-    of each case is in `watches`.
+    `429`, `raise`, `hang`, `sleep=S`, `body=BYTES`, `rename`, `bad-header`, `set=JSON` (headers), `scores`, `recall`
+    (by `recalls`). What became of each case is in `watches`.
     """
 
     def __init__(self, pods: Pods) -> None:
@@ -162,6 +171,7 @@ class Obedient:
         self.asks: dict[str, Ask] = {}
         self.watches: dict[str, Watched] = {}
         self.called_off: set[str] = set()
+        self.recalls: dict[str, Recall] = {}
 
     async def pick(self, ask: Ask) -> Pick | Refusal:
         case = ask.headers.get(CASE, "")
@@ -178,6 +188,8 @@ class Obedient:
         except asyncio.CancelledError:
             self.called_off.add(case)
             raise
+        if do == "recall":
+            self.recalls[case] = Recall()
         allowed = ask.subset or self._pods.endpoints
         self.watches[case] = watch = Watched()
         return Pick(
@@ -187,6 +199,7 @@ class Obedient:
             body=b"b" * int(how) if do == "body" else None,
             rename=("served", "asked") if do == "rename" else None,
             scores=dict.fromkeys(allowed, 0.5) if do == "scores" else {},
+            recall=self.recalls.get(case),
         )
 
 

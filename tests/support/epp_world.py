@@ -306,6 +306,11 @@ class Pool:
             and self.queue.n_waiting == 0
         )
 
+    async def records(self) -> list[dict[str, Any]]:
+        """The access log so far."""
+        await self.access.close()
+        return [json.loads(line) for line in self.log.getvalue().splitlines()]
+
     def value(self, name: str, **labels: str) -> float:
         """A metric's value; 0 when there is no such series."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0

@@ -10,7 +10,7 @@ from google.protobuf import text_format
 from multidict import CIMultiDict
 
 from gateway.extproc.session import Session
-from gateway.extproc.types import Ask, Pick, Refusal
+from gateway.extproc.types import Ask, Pick, Recall, Refusal
 from gateway.pb import ext_proc_pb2 as pb
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "data" / "extproc"
@@ -44,13 +44,16 @@ class Watched:
     def unseen(self) -> None:
         self.told.append(("unseen",))
 
+    def recalled(self) -> None:
+        self.told.append(("recalled",))
+
     @property
     def body(self) -> bytes:
         return b"".join(said[1] for said in self.told if said[0] == "chunk" and isinstance(said[1], bytes))
 
     @property
     def lasts(self) -> list[object]:
-        return [said[0] for said in self.told if said[0] in ("ended", "aborted", "unseen")]
+        return [said[0] for said in self.told if said[0] in ("ended", "aborted", "unseen", "recalled")]
 
 
 def header_map(pairs: Iterable[tuple[str, str]]) -> pb.HeaderMap:
@@ -132,10 +135,16 @@ class Talk:
         set_headers: dict[str, str] | None = None,
         body: bytes | None = None,
         rename: tuple[str, str] | None = None,
+        recall: Recall | None = None,
     ) -> list[pb.ProcessingResponse]:
         """The answers to the decision for these endpoints."""
         pick = Pick(
-            endpoints=endpoints or (POD,), watch=self.watch, set_headers=set_headers or {}, body=body, rename=rename
+            endpoints=endpoints or (POD,),
+            watch=self.watch,
+            set_headers=set_headers or {},
+            body=body,
+            rename=rename,
+            recall=recall,
         )
         answers = self.session.decide(pick)
         self.answers += answers

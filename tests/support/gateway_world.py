@@ -128,7 +128,7 @@ class Fleet(Stacked):
         return headers["x-warmroute-worker"], answer["usage"]
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.005)

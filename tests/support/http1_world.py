@@ -33,7 +33,7 @@ class Echo:
     async def serve(self, request: Incoming, route: Route, target: str) -> Reply:
         self.running += 1
         try:
-            body = await request.body(1 << 20)
+            body = await request.body(1 << 20, 0)
         except ApiError as exc:
             return Reply.of(exc)
         finally:

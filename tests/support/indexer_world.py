@@ -72,7 +72,7 @@ class Fleet(Stacked):
             }
         )
 
-    async def indexer(self, *, tls: TlsConfig | None = None, within_s: float = 20.0, **changes: Any) -> Indexer:
+    async def indexer(self, *, tls: TlsConfig | None = None, within_s: float = 60.0, **changes: Any) -> Indexer:
         """Ready when it is returned."""
         settings = IndexerConfig(
             **{"host": "127.0.0.1", "port": 0, "metrics_port": 0, "admin_port": 0, "digest_interval_s": 1.0, **changes}

@@ -87,7 +87,7 @@ class KubeWorld(Stacked):
         result, = await asyncio.gather(self._task, return_exceptions=True)  # fmt: skip
         assert isinstance(result, asyncio.CancelledError), result
 
-    async def until(self, true: Callable[[], Any], within_s: float = 10.0, look_s: float = 0.002) -> None:
+    async def until(self, true: Callable[[], Any], within_s: float = 60.0, look_s: float = 0.002) -> None:
         """Wait for a condition; fails when it does not come true, or the discovery ends."""
         try:
             async with asyncio.timeout(within_s):

@@ -22,6 +22,7 @@ from gateway.engine.available import Available
 from gateway.engine.health import Health
 from gateway.handoff.assembly import assemble
 from gateway.proxy.access import AccessLog
+from gateway.proxy.background import Background
 from gateway.proxy.holders import PREFIX as RESPONSES
 from gateway.proxy.holders import ResponseHolders
 from gateway.proxy.parts import Parts
@@ -173,6 +174,7 @@ class World:
         ranks: int = 1,
         max_body_bytes: int = 1 << 20,
         max_concurrency: int = 64,
+        min_body_bytes_per_s: int = 1024,
         pool_idle_s: float = 4.0,
         request_timeout_s: float = 30.0,
         response_headers: bool = True,
@@ -213,11 +215,11 @@ class World:
         self._roles = roles or {}
         self._model = model
         self._ranks = ranks
-        self._limits = (max_body_bytes, max_concurrency, response_headers)
+        self._limits = (max_body_bytes, min_body_bytes_per_s, max_concurrency, response_headers)
         self.access = AccessLog("json", self.log)
 
     async def __aenter__(self) -> World:
-        body_bytes, concurrency, response_headers = self._limits
+        body_bytes, bytes_per_s, concurrency, response_headers = self._limits
         self.upstreams = UpstreamPool(self._settings)
         up = Available(self.fleet.workers, lambda name: name not in self.down and self.health.available(name))
         self.handoffs = assemble(
@@ -236,6 +238,10 @@ class World:
         )
         keys, engine_key = self._keys
         self.door = Door(keys, self.metrics.registry, engine_key=engine_key) if keys else None
+        self.background: Background | None = None
+        if self.door is not None:
+            longest_s = self._settings.request_timeout_s
+            self.background = Background(self.upstreams, self.metrics.registry, longest_s=longest_s)
         self.queue = Queue(
             self._queue, self.planner, up, self.metrics, random.Random(1), by_tenant=self.tenancy.by_tenant
         )
@@ -253,6 +259,7 @@ class World:
             stored=self.stored,
             rng=random.Random(1),
             max_body_bytes=body_bytes,
+            min_body_bytes_per_s=bytes_per_s,
             response_headers=response_headers,
             handoffs=self.handoffs,
             heard_since=lambda name, since_s: name not in self.frozen,
@@ -260,6 +267,7 @@ class World:
             queue=self.queue,
             tenancy=self.tenancy,
             door=self.door,
+            background=self.background,
             tracing=self._tracing,
         )
         for name, url in self._workers.items():
@@ -279,6 +287,8 @@ class World:
         await self.http.close()
         await self.server.close()
         await self.realtime.close()
+        if self.background is not None:
+            await self.background.close()
         await self.handoffs.releases.close()
         await self.upstreams.close()
         await self.access.close()
@@ -348,7 +358,7 @@ class World:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.002)

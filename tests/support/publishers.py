@@ -15,7 +15,7 @@ SIZE = 16
 END = b"\xff" * 8
 
 
-def until(true: Callable[[], Any], within_s: float = 15.0) -> None:
+def until(true: Callable[[], Any], within_s: float = 60.0) -> None:
     """Wait for a condition; fails when it does not come true."""
     deadline = time.monotonic() + within_s
     while not true():

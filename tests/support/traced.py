@@ -109,7 +109,7 @@ class Collector:
         self.status = 200
         self.port = 0
 
-    async def until(self, enough: Callable[[list[Seen]], object], within_s: float = 20.0) -> list[Seen]:
+    async def until(self, enough: Callable[[list[Seen]], object], within_s: float = 60.0) -> list[Seen]:
         async with asyncio.timeout(within_s):
             while not enough(self.spans):  # noqa: ASYNC110 - nothing signals it
                 await asyncio.sleep(0.01)

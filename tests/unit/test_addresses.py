@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from gateway import addresses
-from gateway.addresses import GuardedResolver, is_metadata, leads_to_metadata, usable
+from gateway.addresses import GuardedResolver, endpoint_leads_to_metadata, is_metadata, leads_to_metadata, usable
 from gateway.config import ConfigError
 from gateway.config.load import read_worker
 from gateway.proxy.peer import PoolSettings, UpstreamError
@@ -26,6 +26,20 @@ NEVER = [
     "::ffff:169.254.169.254",
     "2002:a9fe:a9fe::1",
     "64:ff9b::a9fe:a9fe",
+    "::169.254.169.254",
+    "::a9fe:a9fe",
+    "0:0:0:0:0:0:169.254.169.254",
+    "::ffff:0:169.254.169.254",
+    "64:ff9b:1::a9fe:a9fe",
+    "64:ff9b:1:a9fe:a9:fe00::",
+    "64:ff9b:1:00a9:fe:a9fe::",
+    "64:ff9b:1:0:a9:fea9:fe00:0",
+    "fe80::5efe:a9fe:a9fe",
+    "2001:db8::5efe:169.254.169.254",
+    "2001:db8::200:5efe:a9fe:a9fe",
+    "2001:0:a9fe:a9fe::",
+    "2001:0:102:304::5601:5601",
+    "2002:6464:64c8::",
     "fd00:ec2::254",
     "fd20:ce::254",
     "100.100.100.200",
@@ -33,7 +47,9 @@ NEVER = [
 ]
 SPELLED = ["2852039166", "169.254.43518", "0251.0376.0251.0376", "0xa9fea9fe", "169.254.169.254."]
 """Names to `ipaddress`, 169.254.169.254 to what connects."""
-FINE = ["10.0.0.1", "127.0.0.1", "169.253.1.1", "170.0.0.1", "192.168.1.1", "::1", "fd00::1", "fec0::1", "name", ""]
+FINE = ["10.0.0.1", "127.0.0.1", "169.253.1.1", "170.0.0.1", "192.168.1.1", "::1", "fd00::1", "fec0::1", "name", "",
+        "64:ff9b::a00:1", "64:ff9b:1::a00:1", "64:ff9b:1:a00:0:100::", "2002:a00:1::1", "::10.0.0.1",
+        "2001:db8::5efe:10.0.0.1", "2001:db8::a9fe:a9fe", "fd00:ec2::253"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("address", "expected"), [(a, True) for a in NEVER + SPELLED] + [(a, False) for a in FINE])
@@ -49,6 +65,27 @@ def test_any_is_not_meant_to_cover_them_but_a_network_of_its_own_does(host: str)
     target = parse_endpoint(f"{host}:80")
     assert not AllowList(["*"]).allows(target)
     assert AllowList([f"{host}:80"]).allows(target)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("tcp://169.254.169.254:5557", True),
+        ("tcp://2852039166:5557", True),
+        ("tcp://[::ffff:169.254.169.254]:5557", True),
+        ("tcp://[fe80::1%eth0]:5557", True),
+        ("tcp://eth0;169.254.169.254:5557", True),
+        ("tcp://10.0.0.1:0;169.254.169.254:80", True),
+        ("tcp://169.254.169.254:0;10.0.0.1:80", False),
+        ("tcp://10.0.0.1:5557", False),
+        ("tcp://[::1]:5557", False),
+        ("tcp://engine:5557", False),
+        ("ipc:///169.254.169.254:80", False),
+        ("tcp://", False),
+    ],
+)
+def test_an_endpoint_of_events(endpoint: str, expected: bool) -> None:
+    assert endpoint_leads_to_metadata(endpoint) is expected
 
 
 def info(address: str) -> tuple[object, ...]:

@@ -58,6 +58,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     ),
     "source": st.just("local"),
     "digest_interval_s": st.floats(1.0, 100.0),
+    "processes": st.integers(1, 64),
     "data_parallel_size": st.integers(1, 4),
     "ports": st.lists(st.integers(1, 65535), min_size=1, max_size=3, unique=True).map(tuple),
     "pool": st.none(),

@@ -59,6 +59,8 @@ def other_value(expected: str) -> str:
         return expected.rpartition(" ")[2]
     if "<= 1" in expected and "65535" not in expected:
         return "0.5"
+    if "<= 64" in expected:
+        return "3"
     return OTHER.get(expected, "2000000")[:7] if "65535" not in expected else "1234"
 
 

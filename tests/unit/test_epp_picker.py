@@ -11,6 +11,7 @@ import pytest
 from multidict import CIMultiDict
 
 from gateway.config.schema import EppConfig, PdConfig, QueueConfig, TenancyConfig
+from gateway.extproc.types import Pick, Refusal
 from gateway.request import RequestReader
 from gateway.sidecar.hints import read_plan
 from gateway.stored import Place
@@ -287,6 +288,100 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing() -> None:
             await task
         assert pool.is_idle()
         assert pool.value("warmroute_answers_cut_total", reason="client_left") == 1
+
+
+# ---- evictions -------------------------------------------------------------------------------------------------------
+
+BATCH = {"x-llm-d-inference-objective": "batch"}
+EVICTING = QueueConfig(waiting_per_worker=1, evict_after_s=0.02)
+
+
+def evicting(*pods: P, queue: QueueConfig = EVICTING) -> Pool:
+    return Pool(*(pods or (P(),)), epp=EppConfig(objectives=("batch=-1", "urgent=5")), queue=queue)
+
+
+class Proxy:
+    """Whoever carries picks out; `refused` by it in place of responses."""
+
+    def __init__(self) -> None:
+        self.refused: list[Refusal] = []
+
+    def bind(self, pick: Pick) -> None:
+        def refuse(refusal: Refusal) -> bool:
+            self.refused.append(refusal)
+            pick.watch.recalled()
+            return True
+
+        assert pick.recall is not None
+        pick.recall.bind(refuse)
+
+
+async def test_case_22_a_sheddable_request_gives_its_place_to_one_that_is_not() -> None:
+    async with evicting() as pool:
+        proxy = Proxy()
+        low = await pool.picked(request(headers=BATCH))
+        proxy.bind(low)
+        pool.say("p0", P(queue=1, running=1))
+        high = await pool.picked(request())
+        (refusal,) = proxy.refused
+        assert (refusal.status, json.loads(refusal.body)["error"]["code"]) == (429, "evicted")
+        assert "request evicted by flow control" in refusal.body.decode()
+        assert refusal.headers["x-llm-d-request-dropped-reason"] == "evicted-priority"
+        assert int(refusal.headers["Retry-After"]) >= 1
+        assert refusal.details == "epp_evicted"
+        assert pool.n_running == 1
+        answer(high, b"{}")
+        assert pool.is_idle()
+        assert pool.value("warmroute_requests_rejected_total", reason="evicted") == 1
+        assert not pool.value("warmroute_answers_cut_total", reason="aborted")
+        first, second = await pool.records()
+        assert (first["status"], first["error"], first["cut"]) == (429, "evicted", "evicted")
+        assert second["status"] == 200
+        assert second["queued_ms"] >= 20
+
+
+@pytest.mark.parametrize("way", ["responded", "unseen", "aborted"])
+async def test_what_has_begun_or_is_over_is_not_taken_back(way: str) -> None:
+    async with evicting() as pool:
+        low = await pool.picked(request(headers=BATCH))
+        assert len(pool.queue.evictables) == 1
+        if way == "responded":
+            low.watch.responded(200, CIMultiDict(), None)
+        else:
+            getattr(low.watch, way)()
+        assert not len(pool.queue.evictables)
+        if way == "responded":
+            low.watch.ended()
+
+
+async def test_a_proxy_for_whom_it_is_too_late_is_not_asked_twice() -> None:
+    async with evicting(P(), P()) as pool:
+        low = [await pool.picked(request(headers=BATCH)) for _ in range(2)]  # Of streams that nobody has bound.
+        for name in ("p0", "p1"):
+            pool.say(name, P(queue=1, running=1))
+        task = asyncio.create_task(pool.pick(request()))
+        while len(pool.queue.evictables):  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.002)
+        assert not task.done()
+        assert not pool.value("warmroute_requests_rejected_total", reason="evicted")
+        answer(low[0], b"{}")
+        pick = await task
+        assert isinstance(pick, Pick)
+        for each in (low[1], pick):
+            answer(each, b"{}")
+        assert [record.get("cut") for record in await pool.records()] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("queue", "headers"),
+    [(QueueConfig(), BATCH), (EVICTING, {}), (EVICTING, {"x-llm-d-inference-objective": "urgent"})],
+)
+async def test_others_have_no_recall(queue: QueueConfig, headers: dict[str, str]) -> None:
+    async with evicting(queue=queue) as pool:
+        pick = await pool.picked(request(headers=headers))
+        assert pick.recall is None
+        assert not len(pool.queue.evictables)
+        answer(pick, b"{}")
 
 
 async def test_a_decision_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,9 @@ def test_a_discoverys_objectives_stand_above_the_configured_ones() -> None:
     objectives.replace({})
     assert objectives.priority("a") == 1
     assert len(objectives) == 3
+    objectives.replace({"a": 7})
+    objectives.configure({"b": 5})
+    assert [objectives.priority(name) for name in ("a", "b", "x=y")] == [7, 5, None]
 
 
 @pytest.mark.parametrize("entry", ["a", "a=", "=1", "a=x", "a=1.5", "a=2147483648"])
@@ -48,8 +51,10 @@ def test_of_several_rules_for_a_model_the_first_counts_and_a_name_beats_any() ->
         [Rule((), (Target("any"),)), Rule(("m", "o"), (Target("found"),)), Rule(("m",), (Target("later"),))]
     )
     assert [rewrites.target(model, RNG) for model in ("m", "o", "n", "other")] == ["found", "found", "x", "any"]
+    rewrites.configure(read_rewrites(["m=anew", "n=y"]))
+    assert [rewrites.target(model, RNG) for model in ("m", "n", "other")] == ["found", "y", "any"]
     rewrites.replace([])
-    assert rewrites.target("m", RNG) == "configured"
+    assert [rewrites.target(model, RNG) for model in ("m", "n", "other")] == ["anew", "y", "other"]
 
 
 def test_what_has_no_weight_is_not_taken() -> None:

@@ -74,11 +74,38 @@ async def test_case_19_26_usage_of_a_stream(chunks: tuple[bytes, ...], output_to
     async with Pool(P()) as pool:
         answer(await pool.picked(request(stream=True)), *chunks, **SSE)
         assert pool.is_idle()
+        told = output_tokens is not None
+        for what, n_tokens in (("input", 5), ("output", 10)):
+            assert pool.value(f"warmroute_request_{what}_tokens_count") == told
+            assert pool.value(f"warmroute_request_{what}_tokens_sum") == n_tokens * told
+        assert not pool.value("warmroute_request_cached_tokens_count")
         await pool.access.close()
         assert json.loads(pool.log.getvalue()).get("output_tokens") == output_tokens
 
 
-@pytest.mark.parametrize("way", ["ended", "aborted", "unseen"])
+async def test_case_19_input_tokens_are_a_histogram() -> None:
+    async with Pool(P()) as pool:
+        usage = b'data: {"usage":{"prompt_tokens":7,"total_tokens":17,"completion_tokens":10}}\ndata: [DONE]'
+        answer(await pool.picked(request(stream=True)), b"data: {}", usage, b"", **SSE)
+        assert pool.value("warmroute_request_input_tokens_sum") == 7
+        assert pool.value("warmroute_request_input_tokens_count") == 1
+        assert pool.value("warmroute_request_input_tokens_bucket", le="16.0") == 1
+        assert pool.value("warmroute_request_output_tokens_sum") == 10
+
+
+async def test_tokens_count_whoever_has_served_and_only_those_of_good_answers() -> None:
+    async with Pool(P(), P()) as pool:
+        usage = b'{"usage":{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}'
+        pick = await pool.picked(request())
+        (other,) = {pool.endpoint(0), pool.endpoint(1)} - set(pick.endpoints)
+        answer(pick, usage, served=other)
+        answer(await pool.picked(request()), usage, status=500)
+        for what, n_tokens in (("input", 7), ("cached", 4), ("output", 2)):
+            assert pool.value(f"warmroute_request_{what}_tokens_count") == 1
+            assert pool.value(f"warmroute_request_{what}_tokens_sum") == n_tokens
+
+
+@pytest.mark.parametrize("way", ["ended", "aborted", "unseen", "recalled"])
 @pytest.mark.parametrize("status", [None, 200, 400, 500, 503])
 @pytest.mark.parametrize("remote", [False, True])
 async def test_every_way_out_gives_everything_back(way: str, status: int | None, remote: bool) -> None:

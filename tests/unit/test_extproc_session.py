@@ -1,9 +1,11 @@
 """One request over external processing: every way its body may come, every way it may end."""
 
+from typing import Any
+
 import pytest
 
 from gateway.extproc.session import ProtocolError, Session
-from gateway.extproc.types import Pick
+from gateway.extproc.types import Pick, Recall, Refusal
 from gateway.extproc.wire import CHUNK_BYTES, OWNED
 from gateway.pb import ext_proc_pb2 as pb
 from tests.support.extproc import (
@@ -486,6 +488,98 @@ def test_responses_that_are_not_shown_are_unseen_at_once() -> None:
     assert talk.watch.told == [("unseen",)]
 
 
+# ---- taken back ------------------------------------------------------------------------------------------------------
+
+STREAM = ("content-type", "text/event-stream")
+GONE = Refusal(status=429, body=b"gone", headers={}, details="gone")
+
+
+def recallable(modes: tuple[pb.BodySendMode, pb.BodySendMode] = FD) -> Talk:
+    talk = Talk()
+    talk.feed(request_head(modes=modes, ends=True))
+    talk.pick(recall=Recall())
+    return talk
+
+
+@pytest.mark.parametrize("modes", [FD, BUFFERED, STREAMED])
+def test_case_22_what_was_sent_on_can_be_taken_back_until_its_response_begins(
+    modes: tuple[pb.BodySendMode, pb.BodySendMode],
+) -> None:
+    talk = recallable(modes)
+    (answer,) = talk.session.take_back(GONE)
+    assert answer.immediate_response.status.code == 429
+    assert [option.header.key for option in answer.immediate_response.headers.set_headers] == ["content-type"]
+    assert talk.session.take_back(GONE) == []
+    talk.session.close()
+    assert talk.watch.told == [("recalled",)]
+    talk = recallable(modes)
+    talk.feed(response_head(JSON))
+    assert talk.session.take_back(GONE) == []
+    assert talk.watch.lasts == []
+
+
+def test_what_comes_of_it_all_the_same_is_ignored() -> None:
+    talk = recallable()
+    talk.session.take_back(GONE)
+    assert talk.feed(response_head(), response_body(b"{}", ends=True), response_trailers()) == []
+
+
+def test_the_head_of_a_stream_is_held_until_its_first_chunk() -> None:
+    talk = recallable()
+    assert talk.feed(response_head(STREAM)) == []
+    assert talk.watch.told == []
+    assert kinds(talk.feed(response_body(b"data: 1\n\n"))) == ["response_headers", "response_body"]
+    assert talk.watch.told == [("responded", 200, None), ("chunk", b"data: 1\n\n")]
+    assert talk.session.take_back(GONE) == []
+    assert kinds(talk.feed(response_body(b"", ends=True))) == ["response_body"]
+    assert talk.watch.lasts == ["ended"]
+
+
+def test_a_held_head_is_not_the_beginning() -> None:
+    talk = recallable()
+    talk.feed(response_head(STREAM))
+    assert kinds(talk.session.take_back(GONE)) == ["immediate_response"]
+    assert talk.watch.told == [("recalled",)]
+
+
+@pytest.mark.parametrize("last", ["body", "trailers"])
+def test_a_stream_of_nothing_ends_though_its_head_was_held(last: str) -> None:
+    talk = recallable()
+    talk.feed(response_head(STREAM))
+    end = response_body(b"", ends=True) if last == "body" else response_trailers()
+    assert kinds(talk.feed(end)) == ["response_headers", f"response_{last}"]
+    assert talk.watch.lasts == ["ended"]
+
+
+def test_a_client_that_leaves_a_held_head_has_got_nothing() -> None:
+    talk = recallable()
+    talk.feed(response_head(STREAM))
+    talk.session.close()
+    assert talk.watch.told == [("aborted",)]
+    assert talk.session.take_back(GONE) == []
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        response_head(JSON),
+        response_head(STREAM, status=503),
+        response_head(STREAM, ends=True),
+    ],
+)
+def test_other_heads_are_not_held(head: pb.ProcessingRequest) -> None:
+    assert kinds(recallable().feed(head)) == ["response_headers"]
+
+
+def test_what_is_not_to_be_taken_back_is_not_held() -> None:
+    assert kinds(picked(FD).feed(response_head(STREAM))) == ["response_headers"]
+
+
+@pytest.mark.parametrize("modes", [BUFFERED, STREAMED])
+def test_where_chunks_wait_for_the_heads_answer_it_is_not_held(modes: tuple[pb.BodySendMode, pb.BodySendMode]) -> None:
+    assert kinds(recallable(modes).feed(response_head(STREAM))) == ["response_headers"]
+
+
 def test_a_watch_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Watched):
         def responded(self, *_: object) -> None:
@@ -581,12 +675,40 @@ def test_headers_of_a_response_can_be_hidden_and_name_who_served() -> None:
     assert headers_set(common) == {"x-served": POD}
 
 
-def test_who_served_is_named_only_where_the_proxy_tells() -> None:
+def _served(space: dict[str, Any] | None) -> str | None:
+    """What is told of a response with this metadata of envoy.lb, and the attribute that learning goes by."""
     talk = Talk()
     talk.feed(request_head(ends=True))
-    talk.session.decide(Pick(endpoints=(POD,), watch=talk.watch, served_header="x-served"))
-    (answer,) = talk.feed(response_head())
-    assert headers_set(answer.response_headers.response) == {}
+    pick = Pick(endpoints=(POD,), watch=talk.watch, served_header="x-served", add_headers={"x-picked": POD})
+    talk.session.decide(pick)
+    message = response_head(("x-custom", "1"))
+    message.attributes["envoy.filters.http.ext_proc"].fields["upstream.address"].string_value = POD
+    if space is not None:
+        message.metadata_context.filter_metadata["envoy.lb"].update(space)
+    (answer,) = talk.feed(message)
+    mutation = answer.response_headers.response.header_mutation
+    assert not mutation.remove_headers  # x-custom passes.
+    told = headers_set(answer.response_headers.response)
+    assert (told.pop("x-picked"), set(told)) == (POD, {"x-served"})
+    return told["x-served"]
+
+
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        (None, "fail: missing envoy lb metadata"),
+        ({}, "fail: missing destination endpoint served metadata"),
+        ({"other": 1}, "fail: missing destination endpoint served metadata"),
+        ({f"{DESTINATION}-served": 3}, "fail: missing destination endpoint served metadata"),
+        ({f"{DESTINATION}-served": "10.0.0.2:3000"}, "10.0.0.2:3000"),
+    ],
+)
+def test_case_35_who_served_is_what_the_metadata_says_or_what_is_missing(space: Any, told: str) -> None:
+    assert _served(space) == told
+
+
+def test_elsewhere_nobody_is_named() -> None:
+    assert headers_set(picked(FD).feed(response_head())[0].response_headers.response) == {}
 
 
 @pytest.mark.parametrize("scores", [{}, {POD: 0.5, "[fd00::1]:8000": 1.0}])

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from gateway.proxy import access
-from gateway.proxy.access import AccessLog, Record
+from gateway.proxy.access import AccessLog, Record, _pieces
 
 
 def record(**fields: object) -> Record:
@@ -91,3 +91,13 @@ async def test_no_client_writes_a_second_line_or_controls_a_terminal() -> None:
     (line,) = stream.getvalue().splitlines()
     assert line.isprintable()
     assert "\\u0085" in line
+
+
+def test_many_lines_are_written_in_pieces_that_a_pipe_takes_whole() -> None:
+    lines = [f"{i} {'x' * (i % 700)}\n" for i in range(100)]
+    lines[50] = "\u00e9" * 3000 + "\n"  # Too long by itself, in bytes.
+    pieces = list(_pieces(lines))
+    assert "".join(pieces) == "".join(lines)
+    assert all(piece.endswith("\n") for piece in pieces)
+    assert [piece for piece in pieces if len(piece.encode()) > 4096] == [lines[50]]
+    assert len(pieces) < 20
