@@ -14,7 +14,7 @@ PACKAGES := gateway indexer scorer bench
 PROTOS := $(wildcard proto/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint audit format e2e bench fuzz soak docs release-check proto clean
+.PHONY: help setup demo test test-faults lint audit format e2e bench fuzz soak docs release-check proto clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -44,8 +44,11 @@ ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/field tests/fuzz
 	$(BIN)/python -m pytest tests/hermetic tests/docs
 else
-	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not faults" $(ARGS)
 endif
+
+test-faults: $(STAMP) ## a fleet of real processes under load: kills, cuts, storms (ARGS="-k redis", "--seed 2")
+	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -147,7 +147,9 @@ class Core:
             try_unknown=config.gateway.unknown_models == "try",
             ask=self.link.ask if isinstance(self.link, QueryLink) else None,
         )
-        self.up = Available(self.fleet.workers, self.available, None if retries else self._is_reachable)
+        self.up = Available(
+            self.fleet.workers, self.available, None if retries else self._is_reachable, works=self._works
+        )
         self.queue = Queue(
             config.queue, self.planner, self.up, self.metrics, self.rng, by_tenant=self.tenancy.by_tenant
         )
@@ -289,6 +291,9 @@ class Core:
         nobody else is left.
         """
         return self.available(worker) and self.scraper.reachable(worker) is not False
+
+    def _works(self, worker: str) -> bool:
+        return worker not in self.asleep and self.health.works(worker) and self._is_reachable(worker)
 
     def _is_reachable(self, worker: str) -> bool:
         return self.scraper.reachable(worker) is not False

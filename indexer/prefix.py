@@ -17,7 +17,7 @@ from indexer.events import EventBatch
 from indexer.held import HeldBlocks, packed
 from indexer.holder import CPU, DISK, GPU, MAX_GROUPS, TIER_NAMES
 from indexer.ingest import MAX_BLOCK_SIZE, Ingest
-from indexer.journal import Journal
+from indexer.journal import Journal, digest_of
 from indexer.keys import Tokens
 from indexer.match import Holder, Match
 from indexer.plane import NO_PARENT, Chain, joint_depths
@@ -275,6 +275,20 @@ class PrefixIndex:
         """Tokens of the blocks that each (worker, rank) holds, by tier."""
         with self._lock:
             return {holder: state.tokens() for holder, state in self._table.states.items()}
+
+    def digests(self) -> dict[Holder, tuple[int, int]]:
+        """(different blocks, their keys summed up by tier, modulo 2^64) of each (worker, rank), whatever the order they
+        came in: where two indexes hold the same, theirs are equal. The lock is taken for one of them at a time.
+        """
+        with self._lock:
+            holders = list(self._table.states)
+        found = {}
+        for holder in holders:
+            with self._lock:
+                state = self._table.states.get(holder)
+                if state is not None:
+                    found[holder] = digest_of(state)
+        return found
 
     def held_blocks(self) -> Iterator[HeldBlocks]:
         """What each (worker, rank) holds; the lock is taken for one of its tiers at a time."""

@@ -106,6 +106,7 @@ class Stream:
         self._replay_id = 0
         self._published_seq = -1
         self._verifying = False
+        self._mending = False
         self._buffer: deque[_Batch] = deque()
         self._seen: dict[int, tuple[float, int]] = {}
         self._from_s: float | None = None
@@ -135,6 +136,7 @@ class Stream:
             return []
         # what came over the old connection may be of another process; if not, the replay brings it again
         self._buffer.clear()
+        self._mending = False
         self._attempt = 0
         self._verifying = self.next_seq > 0
         return [self._ask(self.next_seq - 1 if self._verifying else 0)]
@@ -155,8 +157,18 @@ class Stream:
         self._buffer.clear()
         self._replay_id += 1
         self._attempt = 0
-        self._verifying = False
+        self._verifying = self._mending = False
         return [Clear(reason)]
+
+    def mend(self) -> list[Action]:
+        """Something is missing since a replay was given up: ask once more, for all there is. If the engine's history
+        goes back to its first batch all begins anew; otherwise nothing changes.
+        """
+        if not self.partial or not self.can_replay or self.skips or self.phase is not Phase.LIVE:
+            return []
+        self._verifying = False
+        self._mending = True
+        return [self._ask(0)]
 
     def live(self, seq: int, payload: bytes, batch: EventBatch) -> list[Action]:
         """A batch was published."""
@@ -192,6 +204,15 @@ class Stream:
         if replay_id != self._replay_id or self.phase is not Phase.REPLAYING:
             return []
         message = _Batch(seq, (batch.ts, xxhash.xxh3_64_intdigest(payload)), batch)
+        if self._mending:
+            self._mending = False
+            if seq > 0:
+                return self._drain(may_ask=True)
+            from_s = self._from_s
+            self.counters["mended"] += 1
+            begun = self._new_epoch("all that was missing can be read again")
+            self._from_s, self.phase = from_s, Phase.REPLAYING
+            return [begun, *self.replayed(replay_id, seq, payload, batch)]
         if self._verifying:
             self._verifying = False
             if self._seen.get(seq) == message.identity and seq == self.next_seq - 1:
@@ -214,6 +235,9 @@ class Stream:
         """Replay `replay_id` reached its end marker."""
         if replay_id != self._replay_id or self.phase is not Phase.REPLAYING:
             return []
+        if self._mending:  # Not one batch.
+            self._mending = False
+            return self._drain(may_ask=True)
         if self._verifying:
             self._verifying = False
             return self._start_over("the engine's history ends before the last batch that was applied")
@@ -225,6 +249,9 @@ class Stream:
         if replay_id != self._replay_id or self.phase is not Phase.REPLAYING:
             return []
         self.counters["replay_failures"] += 1
+        if self._mending:
+            self._mending = False
+            return self._drain(may_ask=False)
         self._attempt += 1
         if self._attempt < self._replay_attempts:
             return [self._ask(self.next_seq - 1 if self._verifying else self.next_seq)]
@@ -309,7 +336,7 @@ class Stream:
         self.next_seq = 0
         self._seen.clear()
         self._from_s = None
-        self._verifying = False
+        self._verifying = self._mending = False
         self._attempt = 0
         if self.phase is not Phase.JOINING:
             self.phase = Phase.LIVE

@@ -172,8 +172,10 @@ class FakeVllm:
             self._context.destroy(linger=0)
         self.nixl, self.drivers, self.publishers, self._runner, self._context = [], [], [], None, None
 
-    async def restart(self) -> None:
-        """A crash and restart in place: same ports, empty cache, sequence numbers from 0, a new process start time."""
+    async def restart(self, down_s: float = 0.0) -> None:
+        """A crash and restart in place, `down_s` later: same ports, empty cache, sequence numbers from 0, a new process
+        start time.
+        """
         endpoints = tuple(
             _as_configured(given, real)
             for given, real in zip(
@@ -185,7 +187,7 @@ class FakeVllm:
         self._endpoints = (endpoints[0], endpoints[1])
         earlier = self.started
         await self.stop()
-        await asyncio.sleep(max(0.0, earlier + _START_APART_S - time.time()))
+        await asyncio.sleep(max(down_s, earlier + _START_APART_S - time.time()))
         await self.start()
 
     def restart_soon(self) -> None:

@@ -14,6 +14,16 @@ from gateway.core import Core
 _TOP_PREFIXES = 32
 
 
+def digests(core: Core) -> dict[str, Any]:
+    """For `/debug/cache?digests`: what each rank's blocks come to, which is the same wherever the same is known. Every
+    block is looked at: not for the event loop.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for (worker, rank), (n_blocks, keys_sum) in sorted(core.index.digests().items()):
+        found.setdefault(worker, {})[str(rank)] = {"blocks": n_blocks, "keys_sum": f"{keys_sum:016x}"}
+    return found
+
+
 def cache(core: Core) -> dict[str, Any]:
     index = core.index.stats()
     feeds = core.ingest.status()

@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from gateway.auth.admin import AdminToken, is_loopback, refused
 from gateway.core import Core
 from gateway.debug import page
-from gateway.debug.cache import cache
+from gateway.debug.cache import cache, digests
 from gateway.debug.decisions import KEPT, detailed, tried_again
 from gateway.debug.explain import Rewritten, explain
 from gateway.debug.gauges import FleetGauges
@@ -159,8 +159,12 @@ class Faces:
             text = await self.metrics_as(generate_latest)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Server": SERVER_NAME})
 
-    def _cache(self, request: web.BaseRequest) -> web.Response:
-        return json_response(_indented(cache(self._core)))
+    async def _cache(self, request: web.BaseRequest) -> web.Response:
+        """With `?digests` those too, which take a look at every block."""
+        page = cache(self._core)
+        if "digests" in request.rel_url.query:
+            page["digests"] = await asyncio.to_thread(digests, self._core)
+        return json_response(_indented(page))
 
     def _config(self, request: web.BaseRequest) -> web.Response:
         return json_response(_indented(masked(msgspec.to_builtins(self._core.config))))

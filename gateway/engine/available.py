@@ -18,10 +18,13 @@ class Available:
         workers: Mapping[str, Worker],
         is_available: Callable[[str], bool],
         is_better: Callable[[str], bool] | None = None,
+        works: Callable[[str], bool] | None = None,
     ) -> None:
+        """`works(name)`: whether one that is not available could all the same serve what nobody else can."""
         self._workers = workers
         self.is_up = is_available
         self._is_better = is_better
+        self._works = works
 
     def names(self) -> list[str]:
         up = list(filter(self.is_up, self._workers))
@@ -29,6 +32,17 @@ class Available:
             return up
         better = list(filter(self._is_better, up))
         return better if any(self._workers[name].role.decodes for name in better) else up
+
+    def names_for(self, subset: frozenset[str] | None) -> list[str]:
+        """For a request that may go to `subset` only: where that is one worker (it holds a stored response), as long as
+        it works, whatever failed before.
+        """
+        names = self.names()
+        if subset is not None and len(subset) == 1 and self._works is not None:
+            (name,) = subset
+            if name not in names and name in self._workers and self._works(name):
+                names.append(name)
+        return names
 
     def decoders(self) -> list[str]:
         """Those that answer clients: of role decode, or both."""

@@ -23,6 +23,7 @@ class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `replay_timeout_s` is the longest silence of an engine that owes replayed batches. A subscription takes effect some
     time after the connection is up, so what was published in between is looked for `verify_after_s` later.
+    What a replay that was given up left out is asked for again `mend_after_s` later, and then ever more seldom.
     `connect_timeout_s` bounds one connection attempt, `reopen_after_s` is the wait before a socket that could not be
     opened is tried again. `link_local`: endpoints may be at such addresses, and those of cloud metadata.
     """
@@ -32,6 +33,8 @@ class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
     buffer_batches: int = 10_000
     replays_at_once: int = 8
     verify_after_s: float = 1.0
+    mend_after_s: float = 2.0
+    mend_at_most_s: float = 60.0
     connect_timeout_s: float = 5.0
     reopen_after_s: float = 5.0
     link_local: bool = False
@@ -84,6 +87,9 @@ class Feed:
         self.asked: Replay | None = None
         """The replay the stream waits for, whether it could be sent or not."""
         self.verify_timer: Timer | None = None
+        self.mend_timer: Timer | None = None
+        self.mendings = 0
+        """Since all was there."""
         self.verify_after_replay = False
         self.batches = 0
         self.events = 0

@@ -105,6 +105,7 @@ class _Worker:
         self.since_s = now_s
         self.ejected_for: End | None = None
         """None while ejected: for a stall."""
+        self.ejected_s = 0.0
         self.tickets: set[Ticket] = set()
         self.probe: Ticket | None = None
         self.outcomes_s: deque[float] = deque()
@@ -279,6 +280,17 @@ class Health:
             return True
         return worker.state is State.HALF_OPEN and worker.probe is None
 
+    def works(self, name: str) -> bool:
+        """Whether it has shown since it was ejected that it works, as it does to others: a request that nobody else can
+        serve need not wait for the end of its back-off. What ended the ejection would show it: connections, or its
+        engine's progress.
+        """
+        worker = self._workers.get(name)
+        if worker is None or worker.state is State.HEALTHY:
+            return True
+        shown_s = worker.alive_s if worker.ejected_for in _UNREACHABLE else worker.heard_s
+        return shown_s is not None and shown_s > worker.ejected_s
+
     def state(self, name: str) -> WorkerHealth:
         """Raises KeyError for a worker not known."""
         worker = self._workers[name]
@@ -411,6 +423,8 @@ class Health:
         if worker.probe is not None:
             self._probe_over(worker.probe)
         worker.state = state
+        if state is State.EJECTED:
+            worker.ejected_s = now_s
         worker.reason = reason
         worker.since_s = now_s
         if self._workers.get(worker.name) is worker:

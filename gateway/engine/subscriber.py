@@ -363,6 +363,24 @@ class EventIngest:
             feed.counters["verifications"] += 1
             self._carry_out(feed, feed.stream.connected())
 
+    def _mend_later(self, feed: Feed) -> None:
+        """A replay was given up, perhaps because the engine could not be reached: the more often, the later again."""
+        settings = self._settings
+        if feed.mend_timer is None and feed.stream.partial:
+            wait_s = min(settings.mend_at_most_s, settings.mend_after_s * 2.0 ** min(feed.mendings, 16))
+            feed.mend_timer = self._turns.after(wait_s, lambda: self._mend(feed))
+
+    def _mend(self, feed: Feed) -> None:
+        feed.mend_timer = None
+        if feed.is_closed:
+            return
+        feed.mendings += 1
+        actions = feed.stream.mend()
+        if actions:
+            self._carry_out(feed, actions)
+        else:
+            self._mend_later(feed)
+
     # ---- what streams answer ----------------------------------------------------------------------------------------
 
     def _carry_out(self, feed: Feed, actions: list[Action]) -> None:
@@ -441,8 +459,10 @@ class EventIngest:
         feed.asked = None
         if complete:
             self._carry_out(feed, feed.stream.replay_done(replay.id))
+            feed.mendings = feed.mendings if feed.stream.partial else 0
         else:
             self._carry_out(feed, feed.stream.replay_failed(replay.id))
+            self._mend_later(feed)
         if feed.verify_after_replay and not feed.is_waiting:
             feed.verify_after_replay = False
             if complete:

@@ -15,7 +15,7 @@ from gateway.errors import UserError
 from gateway.indexservice.guard import credentials
 from gateway.indexservice.server import MOST_MESSAGE_BYTES
 
-_FIRST_S, _MOST_S = 0.1, 5.0
+_FIRST_S, _MOST_S = 0.1, 2.0
 
 
 class Addresses:

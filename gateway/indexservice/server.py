@@ -179,6 +179,7 @@ class IndexServer:
     async def _stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         publisher, index = self._publisher, self._index
         held = index.held_tokens()
+        digests = await asyncio.to_thread(index.digests)
         answer = pb.StatsResponse(
             instance=publisher.instance,
             sequence=publisher.history.sequence,
@@ -190,6 +191,7 @@ class IndexServer:
         for worker, rank in sorted({*held, *publisher.feeds}):
             feed, tokens = publisher.feeds.get((worker, rank)), held.get((worker, rank), {})
             blocks = index.resident_blocks((worker, rank))
+            n_keys, keys_sum = digests.get((worker, rank), (0, 0))
             answer.entries += blocks
             answer.holders.add(
                 worker=worker,
@@ -200,6 +202,7 @@ class IndexServer:
                 cpu_tokens=tokens.get("cpu", 0),
                 disk_tokens=tokens.get("disk", 0),
                 resident_blocks=blocks,
+                digest=pb.Digest(blocks=n_keys, keys_sum=keys_sum),
             )
         return answer
 

@@ -253,7 +253,7 @@ class StatsResponse(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., sequence: _Optional[int] = ..., version: _Optional[str] = ..., index_bytes: _Optional[int] = ..., entries: _Optional[int] = ..., watchers: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderStats, _Mapping]]] = ..., ready: bool = ...) -> None: ...
 
 class HolderStats(_message.Message):
-    __slots__ = ("worker", "rank", "knowledge", "feed", "gpu_tokens", "cpu_tokens", "disk_tokens", "resident_blocks")
+    __slots__ = ("worker", "rank", "knowledge", "feed", "gpu_tokens", "cpu_tokens", "disk_tokens", "resident_blocks", "digest")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     KNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +262,7 @@ class HolderStats(_message.Message):
     CPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     worker: str
     rank: int
     knowledge: Knowledge
@@ -270,7 +271,8 @@ class HolderStats(_message.Message):
     cpu_tokens: int
     disk_tokens: int
     resident_blocks: int
-    def __init__(self, worker: _Optional[str] = ..., rank: _Optional[int] = ..., knowledge: _Optional[_Union[Knowledge, str]] = ..., feed: _Optional[_Union[Feed, _Mapping]] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., resident_blocks: _Optional[int] = ...) -> None: ...
+    digest: Digest
+    def __init__(self, worker: _Optional[str] = ..., rank: _Optional[int] = ..., knowledge: _Optional[_Union[Knowledge, str]] = ..., feed: _Optional[_Union[Feed, _Mapping]] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., resident_blocks: _Optional[int] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ...) -> None: ...
 
 class ForgetRequest(_message.Message):
     __slots__ = ("worker",)

@@ -184,7 +184,8 @@ def bad_request(parts: Parts, exc: BadRequest) -> ApiError:
 def booked(parts: Parts, facts: RequestFacts) -> Plan:
     """Where it goes. Raises ApiError."""
     try:
-        plan = parts.planner.plan(facts, parts.available.names(), time.monotonic(), parts.rng)
+        available = parts.available.names_for(facts.subset)
+        plan = parts.planner.plan(facts, available, time.monotonic(), parts.rng)
     except ModelNotFound as exc:
         parts.metrics.rejected("model_not_found")
         raise errors.model_not_found(exc.model) from None

@@ -88,6 +88,8 @@ def failure(exc: BaseException, mode: str = "single") -> str:
             return _by_word(str(exc))
         case RedisError() | OSError():
             return "unreachable"
+        case RuntimeError() if str(exc).endswith("handler is closed"):
+            return "unreachable"  # What uvloop says where asyncio says ConnectionResetError.
     return "misread"
 
 

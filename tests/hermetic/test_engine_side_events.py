@@ -21,7 +21,14 @@ from indexer import EventBatch, PrefixIndex, decode_batch
 from tests.support.publishers import SIZE, RawEngine, prompt, store, until
 from tests.support.wire import cleared, payload, removed
 
-QUICK = IngestSettings(replay_timeout_s=0.3, replay_attempts=2, verify_after_s=0.1, reopen_after_s=0.05)
+QUICK = IngestSettings(
+    replay_timeout_s=0.3,
+    replay_attempts=2,
+    verify_after_s=0.1,
+    reopen_after_s=0.05,
+    mend_after_s=3600,
+    mend_at_most_s=3600,
+)
 
 
 class World:
@@ -295,6 +302,25 @@ def test_a_replay_that_never_comes_leaves_a_visible_gap(world: World) -> None:
     assert status.partial
     assert status.counters["replay_failures"] == QUICK.replay_attempts
     assert world.ingest.counters()["replay_timeouts"] >= QUICK.replay_attempts
+
+
+def test_what_a_replay_that_never_came_left_out_is_read_later(make_world: Callable[..., World]) -> None:
+    world = make_world(settings=msgspec.structs.replace(QUICK, mend_after_s=0.1, mend_at_most_s=0.2))
+    engine = world.engine()
+    engine.publish(store(0))
+    world.follow(engine)
+    engine.answers = False
+    engine.publish(store(1), lost=True)
+    engine.publish(store(2))
+    until(lambda: world.held(2))
+    assert world.status().partial
+    assert not world.held(1)
+    until(lambda: world.status().counters["replay_failures"] > QUICK.replay_attempts + 1)
+    engine.answers = True
+    until(lambda: has_all(world, range(3)))
+    until(lambda: world.status().phase == "live")
+    assert not world.status().partial
+    assert world.status().counters["mended"] == 1
 
 
 # ---- connections ----------------------------------------------------------------------------------------------------

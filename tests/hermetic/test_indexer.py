@@ -143,6 +143,21 @@ async def test_stats_health_metrics_and_the_page() -> None:
         assert "<html" in (await fleet.get(indexer.admin_port, "/debug"))[1]
 
 
+async def test_what_is_known_can_be_compared_from_outside() -> None:
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        gateway = await fleet.gateway(address(indexer))
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
+        await fleet.complete(gateway, prompt(3))
+        await is_copied(indexer, gateway)
+        (holder,) = (await ask(address(indexer), "Stats", pb.StatsRequest())).holders
+        told = {"blocks": holder.digest.blocks, "keys_sum": f"{holder.digest.keys_sum:016x}"}
+        assert told["blocks"] == 16
+        for port in (gateway.admin_port, indexer.admin_port):
+            assert (await fleet.get(port, "/debug/cache?digests"))[1]["digests"] == {"a": {"0": told}}
+            assert "digests" not in (await fleet.get(port, "/debug/cache"))[1]
+
+
 async def test_a_cache_emptied_through_one_gateway_is_empty_for_all() -> None:
     async with Fleet(a=engine()) as fleet:
         indexer = await fleet.indexer()

@@ -12,6 +12,7 @@ from yarl import URL
 from bench.engine.config import FakeVllmConfig
 from bench.engine.timing import preset
 from gateway.discovery import Source
+from gateway.engine.health import End, State
 from gateway.proxy import holders
 from gateway.stored import Place
 from scorer.types import ChangeKind, WorkerChange
@@ -146,6 +147,21 @@ async def test_responses_of_a_worker_that_was_away_from_us_only_are_found_again(
     await until(lambda: fleet.core.scraper.reachable(worker) is True)
     assert await fleet.get(f"{fleet.url}/v1/responses/{made['id']}") == (200, made)
     assert (await create(fleet, previous_response_id=made["id"]))[0] == worker
+
+
+async def test_a_holder_that_is_ejected_and_works_is_asked_all_the_same(fleet: Fleet) -> None:
+    """Its back-off is for requests that others can serve; this one only it can."""
+    worker, made = await create(fleet)
+    health, other = fleet.core.health, next(name for name in NAMES if name != worker)
+    for _ in range(2):
+        health.request_ended(health.request_started(worker, time.monotonic()), End.CONNECT, time.monotonic())
+    health.checked(other, True, time.monotonic())
+    health._workers[worker].backoff_s = 600.0
+    await until(lambda: health.state(worker).state is State.EJECTED)
+    await until(lambda: health.works(worker))
+    assert not health.available(worker)
+    assert (await create(fleet, previous_response_id=made["id"]))[0] == worker
+    assert (await create(fleet))[0] != worker
 
 
 async def test_ids_that_no_engine_makes_are_not_found(fleet: Fleet) -> None:

@@ -21,7 +21,7 @@ from tests.support import IN_CI
 from tests.support.kv_feed import batch, payload, removed
 
 OPS = ("publish",) * 8 + ("deliver",) * 6 + ("answer",) * 3 + ("bring",) * 6
-OPS += ("lose", "lose", "duplicate", "fail", "reconnect", "restart", "told")
+OPS += ("lose", "lose", "duplicate", "fail", "reconnect", "restart", "told", "mend", "mend")
 SEEDED_LOOPS = 6000 if IN_CI else 700
 
 Message = tuple[int, bytes, EventBatch]
@@ -123,6 +123,9 @@ class Link:
         self.delivered = None
         self.do(self.stream.connected())
 
+    def op_mend(self) -> None:
+        self.do(self.stream.mend())
+
     def op_restart(self) -> None:
         self.engine.restart()
         self.op_reconnect()
@@ -170,6 +173,20 @@ def run_short_history(ops: list[str], history_batches: int, buffer_batches: int)
     return bool(missing)
 
 
+def run_mended(ops: list[str]) -> bool:
+    """Whether there was anything to mend. With the whole history everything is."""
+    link = Link(Stream(replay_attempts=2), history_batches=100_000)
+    for op in ops:
+        link.step(op)
+    link.settle()
+    was_partial = link.stream.partial
+    link.op_mend()
+    link.settle()
+    assert link.applied == link.expected()
+    assert not link.stream.partial
+    return was_partial
+
+
 operations = st.lists(st.sampled_from(OPS), max_size=80)
 
 
@@ -185,13 +202,20 @@ def test_a_short_history_or_failing_replays_end_partial(
     run_short_history(ops, history_batches, buffer_batches)
 
 
+@given(operations)
+def test_what_was_given_up_is_mended(ops: list[str]) -> None:
+    run_mended(ops)
+
+
 def test_seeded_runs() -> None:
     rng = random.Random(7)
-    partial = 0
+    partial = mended = 0
     for _ in range(SEEDED_LOOPS):
         ops = rng.choices(OPS, k=rng.randint(10, 150))
         run_whole_history(ops, rng.choice([1, 2, 5, 1000]))
+        mended += run_mended(ops)
         partial += run_short_history(ops, rng.randint(1, 6), rng.choice([1, 3, 1000]))
+    assert mended > SEEDED_LOOPS // 50, "too little was given up to test anything"
     assert partial > SEEDED_LOOPS // 20, "the short histories were not short enough to test anything"
 
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.command import Command
 
 _END_S = 30.0
-_BOOKED = (
+BOOKED = (
     "warmroute_worker_booked_prefills",
     "warmroute_worker_booked_streams",
     "warmroute_worker_booked_kv_tokens",
@@ -91,7 +91,7 @@ class Watched(Command):
     async def booked(self) -> dict[str, float]:
         async with self.http.get(self.pages + "/metrics") as page:
             text = await page.text()
-        wanted = "\n".join(line for line in text.splitlines() if line.startswith(_BOOKED))
+        wanted = "\n".join(line for line in text.splitlines() if line.startswith(BOOKED))
         samples = (sample for family in text_string_to_metric_families(wanted + "\n") for sample in family.samples)
         return {f"{it.name}{dict(it.labels)}": it.value for it in samples if it.value}
 

@@ -33,6 +33,7 @@ from gateway.indexservice.run import Indexer
 from gateway.indexservice.server import SERVICE
 from gateway.pb import indexer_pb2 as pb
 from gateway.run import Gateway
+from indexer import Holder, PrefixIndex
 from tests.support.gateway_world import _decoded, until
 from tests.support.stacked import Stacked
 
@@ -167,13 +168,9 @@ def channel(where: str, credentials: grpc.ChannelCredentials | None = None) -> g
     return grpc.aio.secure_channel(where, credentials, options)
 
 
-def digests(index: Any) -> dict[tuple[str, int], tuple[int, int]]:
+def digests(index: PrefixIndex) -> dict[Holder, tuple[int, int]]:
     """What each rank's blocks come to; those of nothing are left out."""
-    from indexer.journal import digest_of
-
-    with index._lock:
-        found = {holder: digest_of(state) for holder, state in index._table.states.items()}
-    return {holder: digest for holder, digest in found.items() if digest[0]}
+    return {holder: digest for holder, digest in index.digests().items() if digest[0]}
 
 
 def _free_port() -> int:

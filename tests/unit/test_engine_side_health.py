@@ -71,6 +71,31 @@ def test_two_refused_connections_are_enough() -> None:
     assert fleet.state("a") is State.EJECTED
 
 
+def test_an_ejected_one_works_once_it_has_shown_it() -> None:
+    fleet = Fleet("a", "b")
+    fleet.serve("a", End.CONNECT, 2)
+    fleet.serve("b")
+    fleet.tick()
+    assert (fleet.state("a"), fleet.health.works("a")) == (State.EJECTED, False)
+    fleet.wait(0.25)
+    fleet.health.checked("a", True, fleet.now_s)
+    assert (fleet.state("a"), fleet.health.available("a"), fleet.health.works("a")) == (State.EJECTED, False, True)
+
+
+def test_a_stalled_one_works_when_its_engine_moves_and_not_when_its_server_answers() -> None:
+    fleet = Fleet("a", "b")
+    fleet.start("a")
+    while fleet.state("a") is State.HEALTHY:
+        fleet.health.checked("a", True, fleet.now_s)
+        fleet.health.checked("b", True, fleet.now_s)
+        fleet.wait(0.25)
+    fleet.health.checked("a", True, fleet.now_s)
+    assert not fleet.health.works("a")
+    fleet.wait(0.25)
+    fleet.health.progressed("a", fleet.now_s)
+    assert (fleet.health.available("a"), fleet.health.works("a")) == (False, True)
+
+
 def test_a_stall_ejects_within_its_time() -> None:
     """Streams run on both; one goes silent with its connection open."""
     fleet = Fleet("a", "b")

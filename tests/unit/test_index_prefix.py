@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from indexer import Match, PrefixIndex
+from indexer.keys import chain, root, token_bytes
 from tests.support.kv_feed import SIZE, Feed, as_array, prompt
 
 
@@ -49,6 +50,26 @@ def test_removing_the_tail_shortens() -> None:
     feed.remove("w", tokens, 1, 0)
     assert feed.match(tokens) == {}
     assert feed.index.stats()["entries"] == 0
+
+
+def test_digests_are_of_what_is_held_and_not_of_how_it_came() -> None:
+    feed, other = Feed(), Feed()
+    a, b = prompt(6), [900, *prompt(6)]
+    feed.store("w", a)
+    feed.store("w", b)
+    feed.store("v", a)
+    other.store("w", b, 0, 2)
+    other.store("w", a)
+    other.store("w", b, 2)
+    other.store("v", b)
+    keys = [
+        *chain(root(None, SIZE), token_bytes(a), SIZE, 0, 6, {}),
+        *chain(root(None, SIZE), token_bytes(b), SIZE, 0, 6, {}),
+    ]
+    assert feed.index.digests()["w", 0] == other.index.digests()["w", 0] == (12, sum(keys) % 2**64)
+    assert feed.index.digests()["v", 0] != other.index.digests()["v", 0]
+    other.remove("w", a, 5)
+    assert other.index.digests()["w", 0] == (11, (sum(keys) - keys[5]) % 2**64)
 
 
 @pytest.mark.parametrize("n", [63, 64, 65, 191, 192, 193, 447, 448, 700, 2000])

@@ -119,6 +119,11 @@ def test_keys_of_a_fleet_are_in_one_slot() -> None:
         (exceptions.ClusterDownError("The cluster is down"), "cluster_down"),
         (MasterNotFoundError("No master found"), "no_master"),
         (exceptions.ResponseError("ERR unknown command"), "refused"),
+        (
+            RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed"),
+            "unreachable",
+        ),
+        (RuntimeError("?"), "misread"),
         (ValueError("?"), "misread"),
     ],
 )

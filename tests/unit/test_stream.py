@@ -269,3 +269,53 @@ def test_two_ranks_do_not_know_of_each_other() -> None:
     assert replayed(ranks[0], replay_id, 3) == [3]
     assert told(ranks[0].replay_done(replay_id)) == [4]
     assert (ranks[0].epoch, ranks[1].epoch) == (0, 1)
+
+
+# ---- what was given up ----------------------------------------------------------------------------------------------
+
+
+def given_up() -> Stream:
+    """0, 1 and 4 are applied; 2 and 3 are not, and nobody asks for them any more."""
+    stream = joined(2)
+    assert live(stream, 4) == [("replay", 1, 2)]
+    assert told(stream.replay_failed(1)) == [("replay", 2, 2)]
+    assert told(stream.replay_failed(2)) == [("replay", 3, 2)]
+    assert told(stream.replay_failed(3)) == [4]
+    assert stream.partial
+    return stream
+
+
+def test_what_was_given_up_is_mended_by_the_whole_history() -> None:
+    stream = given_up()
+    assert told(stream.mend()) == [("replay", 4, 0)]
+    assert live(stream, 5) == []
+    assert replayed(stream, 4, 0) == ["clear", 0]
+    assert [replayed(stream, 4, seq) for seq in range(1, 5)] == [[1], [2], [3], [4]]
+    assert told(stream.replay_done(4)) == [5]
+    assert (stream.partial, stream.phase, stream.next_seq) == (False, Phase.LIVE, 6)
+    assert stream.mend() == []
+
+
+def test_a_history_that_begins_too_late_changes_nothing() -> None:
+    stream = given_up()
+    assert told(stream.mend()) == [("replay", 4, 0)]
+    assert live(stream, 5) == []
+    assert replayed(stream, 4, 3) == [5]
+    assert (stream.partial, stream.phase) == (True, Phase.LIVE)
+    assert replayed(stream, 4, 4) == []
+    assert live(stream, 6) == [6]
+
+
+def test_mending_that_fails_changes_nothing() -> None:
+    stream = given_up()
+    assert told(stream.mend()) == [("replay", 4, 0)]
+    assert live(stream, 5) == []
+    assert told(stream.replay_failed(4)) == [5]
+    assert (stream.partial, stream.phase) == (True, Phase.LIVE)
+    assert told(stream.mend()) == [("replay", 5, 0)]
+    assert told(stream.replay_done(5)) == []
+    assert stream.partial
+
+
+def test_only_what_is_missing_is_mended() -> None:
+    assert joined(2).mend() == []

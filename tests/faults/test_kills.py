@@ -1,0 +1,53 @@
+"""kill -9 of each kind, and a service manager that starts it again."""
+
+from __future__ import annotations
+
+import random
+
+from tests.faults.process import Process
+from tests.faults.trial import Trials
+
+_WITHOUT = 12
+"""Requests that come to an end while it is down."""
+
+
+async def _killed(trials: Trials, process: Process) -> None:
+    async with trials(f"kill -9: {process.name}"):
+        await process.kill()
+        await trials.asked(_WITHOUT)
+        await process.start()
+
+
+async def test_a_gateway_is_killed(trials: Trials, seed: int) -> None:
+    await _killed(trials, random.Random(seed).choice(trials.fleet.gateways))
+
+
+async def test_an_engine_is_killed(trials: Trials, seed: int) -> None:
+    await _killed(trials, random.Random(seed).choice(trials.fleet.engines))
+
+
+async def test_redis_is_killed(trials: Trials) -> None:
+    await _killed(trials, trials.fleet.redis)
+
+
+async def test_the_indexer_is_killed(trials: Trials) -> None:
+    await _killed(trials, trials.fleet.indexer)
+
+
+async def test_redis_and_the_indexer_are_killed(trials: Trials) -> None:
+    redis, indexer = trials.fleet.redis, trials.fleet.indexer
+    async with trials("kill -9: redis and indexer at once"):
+        await redis.kill()
+        await indexer.kill()
+        await trials.asked(_WITHOUT)
+        await redis.start()
+        await indexer.start()
+
+
+async def test_gateways_are_restarted_one_after_the_other(trials: Trials) -> None:
+    """As in a rolling update: the load balancer leaves it out first. Nothing is excused."""
+    async with trials("SIGTERM and start: every gateway in turn"):
+        for gateway in trials.fleet.gateways:
+            gateway.in_rotation = False
+            assert await gateway.end(within_s=90.0) == 0, gateway.tail()
+            await gateway.start()
