@@ -9,6 +9,7 @@ STARTS = (
     ("snapshot", "gateway, from the indexer's snapshot"),
     ("redis", "gateway, from Redis's snapshots"),
 )
+_SOME = 0.01
 _START_ROWS = (("start_s", "s"), ("start_cpu_s", "CPU s"), ("start_us_per_copy", "CPU us per copy"))
 _MEMORY_ROWS = (("peak_mb", "peak MB"), ("rss_mb", "then MB"), ("bytes_per_copy", "bytes per copy"))
 _FOLLOWERS = (("indexer", "indexer"), ("gateway", "gateway that follows it"), ("dynamo", "dynamo.indexer"))
@@ -23,6 +24,8 @@ def lines(figures: Mapping[str, float]) -> Iterator[str]:
         head = f"from nothing to {figures['copies']:,.0f} copies, at {figures['workers']:,.0f} workers"
         yield from _head(head, [text for _, text in rows])
         for name, text in starts:
+            if name == "redis" and (share := figures["redis_replayed_share"]) >= _SOME:
+                text = f"{text}; {share:.0%} of the batches were replayed all the same"
             yield _row(text, [figures[f"{name}_{figure}"] for figure, _ in rows])
         if "dynamo_rss_mb" in figures:
             cpu_us = figures["dynamo_fill_us_per_copy"]
