@@ -318,9 +318,13 @@ def _text(value: object) -> str | None:
 
 
 def _milliseconds(headers: Mapping[str, str], name: str, default_s: float | None) -> float | None:
-    value = headers.get(name)
+    """Of a header of that name or llm-d's newer one, which counts where both are there."""
+    newer = name.replace("x-", "x-llm-d-", 1)
+    value = headers.get(newer)
     if value is None:
-        value = headers.get(name.replace("x-", "x-llm-d-", 1))
+        value = headers.get(name)
+    else:
+        name = newer
     if value is None:
         return default_s
     try:

@@ -27,7 +27,9 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class SavedPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one tier, KV-cache group and block size. `hashes`, `keys` and `parents` (keys) are as many uint64."""
+    """Blocks of one tier, KV-cache group and block size. `hashes` and `keys` are as many uint64. A block's parent is
+    the block before it, but where `parents` has its number and its parent's key, two uint64 each.
+    """
 
     tier: Annotated[int, Meta(ge=0, lt=len(TIER_NAMES))]
     group: _Count
@@ -75,19 +77,22 @@ def _save(plane: Plane, state: HolderState, entries: EntryMap, lock: Lock) -> Sa
                     continue
                 for child in (children,) if isinstance(children, int) else children:
                     parents[child] = key
-    found = array("Q")
-    for _, key in items:
+    others = array("Q")
+    before = None
+    for i, (_, key) in enumerate(items):
         parent = parents.get(key)
         if parent is None:
             parent = loose.get(key, ROOT_PARENT)
-        found.append(_ROOT if parent == ROOT_PARENT else _NONE if parent == NO_PARENT else parent)
+        if parent != before:
+            others.extend((i, _ROOT if parent == ROOT_PARENT else _NONE if parent == NO_PARENT else parent))
+        before = key
     return SavedPlace(
         entries.tier,
         entries.group,
         entries.block_size,
         packed(h for h, _ in items),
         packed(key for _, key in items),
-        found.tobytes(),
+        others.tobytes(),
         copies,
     )
 
@@ -97,7 +102,8 @@ def restore_places(table: Table, state: HolderState, places: list[SavedPlace], l
     for place in places:
         entries = _place(table, state, place, lock)
         plane = table.planes[place.tier]
-        blocks = list(zip(_values(place.hashes), _values(place.keys), _values(place.parents), strict=True))
+        keys = list(_values(place.keys))
+        blocks = list(zip(_values(place.hashes), keys, _parents(keys, place.parents), strict=True))
         for start in range(0, len(blocks), SLICE_BLOCKS):
             part = blocks[start : start + SLICE_BLOCKS]
             with lock:
@@ -128,6 +134,16 @@ def _restore(table: Table, plane: Plane, state: HolderState, entries: EntryMap, 
         table.add_entry(state, plane, entries, h, key, NO_PARENT, False)
     else:
         table.add_entry(state, plane, entries, h, key, parent, bool(plane.holders(parent) & state.bit))
+
+
+def _parents(keys: list[int], others: bytes) -> list[int]:
+    found = [_ROOT, *keys[:-1]][: len(keys)]
+    numbers = _values(others)
+    for i, parent in zip(numbers, numbers, strict=True):
+        if i >= len(found):
+            raise ValueError("a parent of a block that is not there")
+        found[i] = parent
+    return found
 
 
 def _values(data: bytes) -> Iterator[int]:

@@ -245,7 +245,9 @@ class _Picking:
             sheddable = priority is not None and priority < 0
             if trace is not None:
                 trace.stage("queue")
-            wait_s = await self._parts.queue.enter(facts, self._headers, self._record, sheddable=sheddable)
+            wait_s = await self._parts.queue.enter(
+                facts, self._headers, self._record, sheddable=sheddable, within=subset
+            )
         return self._plan(self._within(facts, subset), body, rename, wait_s)
 
     def _plan(

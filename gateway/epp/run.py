@@ -106,8 +106,7 @@ class Epp(Service):
                 health_port=settings.health_port,
                 identity=_identity(settings.tls, self.certificate),
                 max_body_bytes=config.gateway.max_body_bytes,
-                # The picker has a deadline of its own, and waiting for room is none of it.
-                decision_timeout_s=settings.decision_deadline_s + config.queue.max_wait_s + 1,
+                decision_timeout_s=_decision_timeout_s(config),
                 sees_responses=settings.responses == "seen",
                 hears_context=self.tracing is not None,
                 grpc=settings.grpc,
@@ -158,6 +157,7 @@ class Epp(Service):
         super()._take_config(given, changed)
         self.objectives.configure(objectives)
         self.rewrites.configure(rewrites)
+        self.server.decision_timeout_s = _decision_timeout_s(self.config)
 
     def as_seen(self, discovery: Discovery) -> Discovery:
         return Addressed(discovery)
@@ -217,6 +217,11 @@ def _with_sidecar(config: Config) -> Config:
             peers, policy = config.pd.peers, config.pd.policy or _POLICY
     config = with_policy(config, policy)
     return msgspec.structs.replace(config, pd=msgspec.structs.replace(config.pd, peers=peers))
+
+
+def _decision_timeout_s(config: Config) -> float:
+    """The picker has a deadline of its own, and waiting for room is none of it: this is for what holds up both."""
+    return config.epp.decision_deadline_s + config.queue.max_wait_s + 1
 
 
 def _identity(kind: str, certificate: ServingCertificate | None) -> Identity | None:

@@ -70,6 +70,15 @@ class PickerServer:
     def counts(self) -> Counts:
         return self._shared.counts
 
+    @property
+    def decision_timeout_s(self) -> float:
+        """Of requests that come from now on; may be set while it serves."""
+        return self._shared.deadline_s
+
+    @decision_timeout_s.setter
+    def decision_timeout_s(self, within_s: float) -> None:
+        self._shared.deadline_s = within_s
+
     async def start(self) -> None:
         """Raises UserError where a port cannot be had."""
         settings = self._settings

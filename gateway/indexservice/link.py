@@ -7,6 +7,7 @@ was if the same indexer still has what followed, else what it holds is put right
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ class ReplicaLink(Followed):
         self.sequence = 0
         """Of the last delta taken in."""
         self._last_heard_s = now()
+        """Infinite while something is taken in, however long that takes on a busy machine."""
         self._apart_s = _APART_S[0]
         self._told: set[Holder] | None = None
         """Holders the snapshot has told of; None: none is coming in."""
@@ -183,6 +185,8 @@ class ReplicaLink(Followed):
         if self.is_live:
             self._live_until_s = self._now()
         self.is_live = False
+        if self._told is not None:
+            self._instance = ""  # Nothing can go on from within a snapshot.
         self._told = None
         self.problem = why
         self._close()
@@ -206,11 +210,12 @@ class ReplicaLink(Followed):
         if self._stopping.is_set():
             call.cancel()
         for update in call:
-            self._last_heard_s = self._now()
+            self._last_heard_s = math.inf
             try:
                 self._take(update)
             except (WireError, ValueError) as exc:
                 raise _Broken("unreadable", f"it says what cannot be: {exc}") from None
+            self._last_heard_s = self._now()
 
     def _take(self, update: pb.Update) -> None:
         if update.HasField("begin"):

@@ -17,10 +17,11 @@ import msgspec
 
 from gateway.errors import UserError
 from gateway.extproc.on_grpcio import health_handler
+from gateway.indexservice.answers import Answers
 from gateway.indexservice.guard import MOST_MATCHES, MOST_WATCHERS, TokenDemanded
 from gateway.indexservice.publisher import Publisher, knowledge
 from gateway.indexservice.questions import BadQuestion, prompt_of
-from gateway.indexservice.wire import holding, sections
+from gateway.indexservice.wire import sections
 from gateway.pb import indexer_pb2 as pb
 from gateway.rpc import bind, host_port
 from indexer import Holder, PrefixIndex
@@ -87,6 +88,7 @@ class IndexServer:
         self.draining = False
         self._index = index
         self._publisher = publisher
+        self._answers = Answers(index, publisher)
         self._settings = settings
         self._ready = ready
         self._forgotten = forget
@@ -147,7 +149,7 @@ class IndexServer:
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Match": unary(self._match, pb.MatchRequest.FromString, pb.MatchResponse.SerializeToString),
+                "Match": unary(self._match, pb.MatchRequest.FromString, None),
                 "Watch": stream(self._watch, pb.WatchRequest.FromString, None),
                 "Snapshot": stream(self._snapshot, pb.SnapshotRequest.FromString, None),
                 "Stats": unary(self._stats, pb.StatsRequest.FromString, pb.StatsResponse.SerializeToString),
@@ -157,7 +159,7 @@ class IndexServer:
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
-    async def _match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
+    async def _match(self, request: pb.MatchRequest, context: Context) -> bytes:
         self.counts.matches += 1
         await self._refuse_unready(context)
         try:
@@ -166,15 +168,7 @@ class IndexServer:
         except (BadQuestion, ValueError) as exc:
             self.counts.refused += 1
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
-        publisher = self._publisher
-        answer = pb.MatchResponse(instance=publisher.instance, sequence=publisher.history.sequence)
-        for holder, match in found.items():
-            one = holding(*holder, match)
-            feed = publisher.feeds.get(holder)
-            one.knowledge, one.epoch = knowledge(feed), 0 if feed is None else feed.epoch
-            one.resident_blocks = self._index.resident_blocks(holder)
-            answer.holdings.append(one)
-        return answer
+        return self._answers.of(found)
 
     async def _stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         publisher, index = self._publisher, self._index
@@ -298,7 +292,10 @@ class IndexServer:
         try:
             while waiting:
                 for holder in waiting:
-                    for section in await asyncio.to_thread(self._sections, holder):
+                    reading = asyncio.ensure_future(asyncio.to_thread(self._sections, holder))
+                    while not (await asyncio.wait({reading}, timeout=_HEARTBEAT_S))[0]:
+                        yield pb.Update(sequence=at).SerializeToString(), at
+                    for section in reading.result():
                         yield section, at
                     told.add(holder)
                     while history.sequence != at:

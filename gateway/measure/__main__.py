@@ -1,6 +1,7 @@
 """`python -m gateway.measure front MODEL ROUNDS` and `... stall MODEL WINDOWS WINDOW_S`: one JSON object on stdout.
 
 `... indexer WORKERS BLOCKS SECONDS` does so too, beside a process of `... serve-indexer WORKERS BLOCKS SOCKET`.
+`... ask HELD ADDRESS`, `... watch ADDRESS` and `... keep WORKERS COPIES REDIS_URL` are of `python -m bench scale`.
 `... picker PORT seen|unseen fast|grpcio ENDPOINT...` is the picker of `python -m bench epp` until it is told to stop.
 """
 
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from gateway.measure.asking import ask_indexer, keep_snapshots, watch_indexer
 from gateway.measure.front import measure_front
 from gateway.measure.indexer import measure_indexer, serve_indexer
 from gateway.measure.picker import serve_picker
@@ -23,6 +25,13 @@ def main(args: Sequence[str]) -> None:
     if args[0] == "serve-indexer":
         tune_interpreter()
         return serve_indexer(int(args[1]), int(args[2]), args[3])
+    if args[0] == "ask":
+        return ask_indexer(args[1], args[2])
+    if args[0] == "watch":
+        return watch_indexer(args[1])
+    if args[0] == "keep":
+        tune_interpreter()
+        return keep_snapshots(args[1], int(args[2]), args[3])
     if args[0] == "picker":
         return serve_picker(int(args[1]), args[2] == "seen", "fast" if args[3] == "fast" else "grpcio", args[4:])
     if args[0] == "indexer":

@@ -12,12 +12,14 @@ from scorer.queue import Entry, FairQueue, Rate
 class Waiting(Entry):
     """An entry with the future its request waits for."""
 
-    __slots__ = ("by_age", "future", "lane")
+    __slots__ = ("by_age", "future", "lane", "within")
 
     by_age: bool
     """It was let go for having waited longest, past others of higher priority."""
     future: asyncio.Future[None]
     lane: Lane
+    within: frozenset[str] | None
+    """The only workers that may serve it; None: any."""
 
 
 class Lane:

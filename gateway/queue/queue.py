@@ -77,11 +77,17 @@ class Queue:
     # ---- for requests ------------------------------------------------------------------------------------------------
 
     async def enter(
-        self, facts: RequestFacts, headers: Mapping[str, str], record: Record, *, sheddable: bool = False
+        self,
+        facts: RequestFacts,
+        headers: Mapping[str, str],
+        record: Record,
+        *,
+        sheddable: bool = False,
+        within: frozenset[str] | None = None,
     ) -> float | None:
         """Returns when the request may be planned, which must be done before anything is awaited. How long it was
         thought to wait, in seconds (None: that could not be told); how long it did is in the record. One that is
-        `sheddable` does not wait. Raises Shed.
+        `sheddable` does not wait. `within`: it will be planned on these workers only. Raises Shed.
         """
         settings = self.settings
         # Who has chosen the worker has a queue of its own.
@@ -99,7 +105,8 @@ class Queue:
             return 0.0  # The planner says why.
         if sheddable:
             raise self._shed(self._lane(facts.model), shed.SATURATED, now_s)
-        return await self._wait(self._lane(facts.model), facts, record, now_s, late=late)
+        entry = self._entry(self._lane(facts.model), facts, within, now_s)
+        return await self._wait(entry, facts, record, now_s, late=late)
 
     def sent(self, facts: RequestFacts, evictable: Evictable) -> bool:
         """The request was booked. Whether it may be taken back, until `evictables.remove`. Who has got its place by its
@@ -122,8 +129,10 @@ class Queue:
         predicted_s = wait_s + flight.plan.chosen.price.ttft_s
         self._lane(flight.facts.model).lateness.note(predicted_s, ttft_ms / 1000, time.monotonic())
 
-    async def _wait(self, lane: Lane, facts: RequestFacts, record: Record, now_s: float, *, late: bool) -> float | None:
-        entry = self._entry(lane, facts, now_s)
+    async def _wait(
+        self, entry: Waiting, facts: RequestFacts, record: Record, now_s: float, *, late: bool
+    ) -> float | None:
+        lane = entry.lane
         expected_s = lane.wait_s(lane.queue.ahead(entry.priority, entry.tenant), now_s)
         if late and expected_s is not None:
             self._refuse_late(lane, facts, expected_s, 0.0, now_s)
@@ -150,7 +159,7 @@ class Queue:
             self._refuse_late(lane, facts, 0.0, waited_s, now_s + waited_s)
         return expected_s
 
-    def _entry(self, lane: Lane, facts: RequestFacts, now_s: float) -> Waiting:
+    def _entry(self, lane: Lane, facts: RequestFacts, within: frozenset[str] | None, now_s: float) -> Waiting:
         within_s = self.settings.max_wait_s
         answer_tokens = self._planner.cost.output_tokens(facts.max_output_tokens) * facts.n_sequences
         entry = Waiting(
@@ -163,6 +172,7 @@ class Queue:
         )
         entry.lane = lane
         entry.by_age = False
+        entry.within = within
         entry.future = asyncio.get_running_loop().create_future()
         return entry
 
@@ -231,7 +241,8 @@ class Queue:
             if not workers or self.saturation.has_place(workers, now_s):
                 self._let_go(lane, now_s)
                 break
-            self._evict_for(lane, workers, now_s)
+            if self._evict_for(lane, workers, now_s):
+                break  # The place may be there at once, and is this lane's at the next look.
 
     def _in_turn(self) -> list[Lane]:
         """Lanes may have workers in common (adapters): by priority, but in each `AGEING`-th turn by age."""
@@ -260,18 +271,25 @@ class Queue:
                 )
                 entry.future.set_result(None)
 
-    def _evict_for(self, lane: Lane, workers: list[Worker], now_s: float) -> None:
+    def _evict_for(self, lane: Lane, workers: list[Worker], now_s: float) -> bool:
         """If the first of the lane has waited long enough, take its place from others; at most once until they have
-        left, since what an engine says lags behind.
+        left, since what an engine says lags behind. Whether one of them goes.
         """
         after_s, first, evictables = self.settings.evict_after_s, lane.queue.first(), self.evictables
-        if after_s is None or first is None or not evictables or evictables.going or now_s < self._evicts_again_s:
-            return
+        if (
+            after_s is None
+            or not isinstance(first, Waiting)
+            or not evictables
+            or evictables.going
+            or now_s < self._evicts_again_s
+        ):
+            return False
         if now_s - first.since_s < min(after_s, (first.deadline_s - first.since_s) / 2):
-            return
+            return False
+        goes = False
         chosen = evictables.chosen(
             first.priority,
-            [worker.name for worker in workers],
+            [worker.name for worker in workers if first.within is None or worker.name in first.within],
             lambda name, n: self.saturation.has_place(workers, now_s, {name: n}),
         )
         for evictable in chosen:
@@ -280,6 +298,7 @@ class Queue:
                 lane.sheds[shed.EVICTED] += 1
                 self._metrics.rejected(shed.EVICTED)
                 evictables.told(evictable)
+                goes = True
             else:
                 evictable.record.cut = None
                 evictables.remove(evictable)
@@ -287,6 +306,7 @@ class Queue:
             self._look_soon()
         else:
             self._evicts_again_s = now_s + _EVICT_AGAIN_S
+        return goes
 
     def _turn_away_old(self, now_s: float) -> None:
         before_s = now_s - self.settings.max_wait_s

@@ -29,7 +29,11 @@ from scorer.planner import Planner
 _log = logging.getLogger(__name__)
 _READ_AT_ONCE = 4
 _LONGEST_READ_S = 3.0
-"""So long the events of a worker are not followed because of what others may have kept of it."""
+"""So long may what others have kept of a worker take to read."""
+_LONGEST_WAIT_S = 30.0
+"""So long at most the events of a worker are not followed because others are read before it. To replay them all, as is
+done then, takes longer where so many wait.
+"""
 _HUB_FAILURES = {
     "unreachable": "no connection: it is started again by itself; the log says why it ended",
     "slow": "no answer in a second: the machine, or its core, has too much to do",
@@ -118,13 +122,24 @@ class Replicas:
                         await client.aclose()
         self._tasks = []
 
+    def _is_lost(self) -> bool:
+        return self._hearing.problem is not None
+
     async def saved(self, worker: str, ranks: list[int]) -> dict[int, SavedRank]:
         """What is kept of a worker's ranks; nothing if that cannot be had soon."""
-        if self.snapshots is None or self._hearing.problem is not None:
+        if self.snapshots is None or self._is_lost():
             return {}
         try:
-            async with asyncio.timeout(_LONGEST_READ_S), self._reading:
-                client = self._connect(self._op_timeout_s)
+            async with asyncio.timeout(_LONGEST_WAIT_S):
+                await self._reading.acquire()
+        except TimeoutError:
+            self.counts.failed("slow")
+            return {}
+        try:
+            if self._is_lost():  # Which those before it have waited for.
+                return {}
+            async with asyncio.timeout(_LONGEST_READ_S):
+                client = self._connect(_LONGEST_READ_S)  # While much is replayed, this process may be what is slow.
                 try:
                     return await self.snapshots.read(client, worker, ranks)
                 finally:
@@ -132,6 +147,8 @@ class Replicas:
         except Exception as exc:
             self.counts.failed(failure(exc, self._config.mode))
             return {}
+        finally:
+            self._reading.release()
 
     def degraded(self) -> Iterator[tuple[str, str]]:
         """(kind, what is wrong and what to do)"""

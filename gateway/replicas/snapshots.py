@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -25,8 +27,11 @@ from indexer import Holder, SavedRank
 
 _log = logging.getLogger(__name__)
 ROUND_S = 60.0
-"""All ranks are written once in so long, but not more than one in `_LEAST_S`."""
+"""All ranks are written once in so long, where writing takes no more than `_SHARE` of the time."""
 _LEAST_S = 1.0
+"""Between two looks at whether there is something to write."""
+_SHARE = 0.2
+_ROUNDS_KEPT = 3
 _PIECE_BYTES = 256 << 10
 _MOST_BYTES = 64 << 20
 _ID_BYTES = 8
@@ -52,26 +57,40 @@ _HEAD = bytes([codec.VERSION])
 class Snapshots:
     """`turn` again and again writes, if it is ours to; `read` once for a worker before its events are followed."""
 
-    def __init__(self, writer: str, keys: Keys, ingest: EventIngest, counts: Counts) -> None:
+    def __init__(
+        self, writer: str, keys: Keys, ingest: EventIngest, counts: Counts, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._name = writer.encode()
         self._keys = keys
         self._ingest = ingest
         self._counts = counts
         self._round: Iterator[Holder] = iter(())
         self._left = 0
+        self._n_ranks = 0
+        self._now = now
+        self._ttl_s = SNAPSHOT_TTL_S
         self.pause_s = _LEAST_S
         """Until the next turn."""
 
     async def turn(self, client: Client) -> None:
         """One rank. Raises what the client raises."""
+        self.pause_s = _LEAST_S
         if await self._leads(client):
             if not self._left:
                 ranks = sorted(self._ingest.status())
                 self._round, self._left = iter(ranks), len(ranks)
-                self.pause_s = max(_LEAST_S, ROUND_S / max(1, len(ranks)))
+                self._n_ranks = len(ranks)
             if self._left:
                 self._left -= 1
+                began_s = self._now()
                 await self._write(client, next(self._round))
+                self._pace(self._now() - began_s)
+
+    def _pace(self, took_s: float) -> None:
+        """A large fleet is written as often as a small one, or else is kept for longer."""
+        self.pause_s = max(ROUND_S / self._n_ranks, took_s * (1 / _SHARE - 1))
+        round_s = self._n_ranks * (self.pause_s + took_s)
+        self._ttl_s = max(SNAPSHOT_TTL_S, math.ceil(_ROUNDS_KEPT * round_s))
 
     async def read(self, client: Client, worker: str, ranks: list[int]) -> dict[int, SavedRank]:
         """What there is of it. Raises what the client raises."""
@@ -106,10 +125,10 @@ class Snapshots:
         name = secrets.token_bytes(_ID_BYTES)
         for i, start in enumerate(range(0, len(data), _PIECE_BYTES)):
             piece = name + data[start : start + _PIECE_BYTES]
-            await ask.set(self._keys.piece(holder, i), piece, ex=SNAPSHOT_TTL_S)
+            await ask.set(self._keys.piece(holder, i), piece, ex=self._ttl_s)
             self._counts.sent(len(piece))
         head = _HEAD + msgspec.msgpack.encode(_Head(name, len(data)))
-        await ask.set(self._keys.snapshot(holder), head, ex=SNAPSHOT_TTL_S)
+        await ask.set(self._keys.snapshot(holder), head, ex=self._ttl_s)
 
     async def _saved(self, holder: Holder) -> SavedRank | None:
         loop = asyncio.get_running_loop()

@@ -38,7 +38,7 @@ async def test_a_prompt_goes_where_its_cache_is(tmp_path: Path, envoy: str) -> N
         text = prompt(3000)
         await fleet.complete(text)
         (home,) = [name for name, n in fleet.served().items() if n]
-        await until(lambda: fleet.core.index.stats().keys)
+        await until(lambda: fleet.core.index.stats()["entries"])
         for _ in range(4):
             answer = await fleet.complete(text)
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 2900

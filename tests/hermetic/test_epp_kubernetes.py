@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import aiohttp
 import grpc
 import yaml
 from multidict import CIMultiDict
@@ -105,6 +106,21 @@ async def test_of_two_replicas_one_is_ready_and_the_other_takes_over(tmp_path: P
         await first.drain(0.0)
         await until(lambda: second.elector is not None and second.elector.leads, 30)
         assert [await health(epp, "inference-extension") for epp in (first, second)] == [2, 1]
+
+
+async def test_a_follower_knows_what_is_cached_before_it_leads(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, replicas=2) as cluster:
+        leader, follower = cluster.pickers
+        await until(lambda: leader.elector is not None and leader.elector.leads)
+        for epp in cluster.pickers:
+            await until(lambda: all(f.endpoint_state == "connected" for f in epp.core.ingest.status().values()))  # noqa: B023
+        async with aiohttp.ClientSession() as http:
+            asked = {"model": "tiny", "prompt": "word " * 400, "max_tokens": 1}
+            async with http.post(cluster.engine.url + "/v1/completions", json=asked) as response:
+                assert response.status == 200
+        await until(lambda: 0 < leader.core.index.stats()["entries"] == follower.core.index.stats()["entries"])
+        assert follower.elector is not None
+        assert not follower.elector.leads
 
 
 async def test_a_leader_whose_lease_another_takes_is_asked_no_more_and_ends_what_runs(tmp_path: Path) -> None:

@@ -202,6 +202,17 @@ async def test_too_late_a_decision_is_503() -> None:
         assert (picker.called_off, server.counts.late, server.counts.failed) == (1, 1, 0)
 
 
+async def test_the_deadline_of_decisions_may_change_while_it_serves() -> None:
+    picker = Slow()
+    picker.go.clear()
+    async with serving(picker) as (server, client):
+        server.decision_timeout_s = 0.05
+        call = client.process()
+        await call.write(request_head(ends=True))
+        assert (await call.read()).immediate_response.status.code == 503
+        assert server.counts.late == 1
+
+
 @pytest.mark.parametrize("error", [RuntimeError("prompt text"), TimeoutError("prompt text")])
 async def test_a_picker_that_raises_is_500(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

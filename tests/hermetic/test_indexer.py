@@ -351,6 +351,38 @@ async def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
         assert not misled.core.link.is_live
 
 
+async def test_a_certificate_that_is_renewed_is_shown_to_whoever_connects_next(tmp_path: Path) -> None:
+    old, new = trustme.CA(), trustme.CA()
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+
+    def write(authority: trustme.CA) -> None:
+        pair = authority.issue_cert("127.0.0.1")
+        pair.private_key_pem.write_to_path(key)
+        pair.cert_chain_pems[0].write_to_path(cert)
+
+    def trusts(authority: trustme.CA) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+
+    async def answers(authority: trustme.CA) -> bool:
+        try:
+            await ask(address(indexer), "Stats", pb.StatsRequest(), trusts(authority))
+        except grpc.aio.AioRpcError as exc:
+            assert exc.code() is grpc.StatusCode.UNAVAILABLE  # noqa: PT017 - what else is a fault
+            return False
+        return True
+
+    write(old)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer(tls=TlsConfig(cert=cert, key=key))
+        assert await answers(old)
+        assert not await answers(new)
+        write(new)
+        async with asyncio.timeout(20):
+            while not await answers(new):  # noqa: ASYNC110 - the files are looked at when somebody connects
+                await asyncio.sleep(0.05)
+        assert not await answers(old)
+
+
 async def test_an_indexer_that_goes_down_sends_its_watchers_away_first() -> None:
     async with Fleet(a=engine()) as fleet:
         first, second = await fleet.indexer(), await fleet.indexer()

@@ -222,14 +222,15 @@ async def test_an_objective_of_the_wrong_type_is_left_out_and_told(priority: Any
         assert made.discovery.problem is None
 
 
-async def test_a_rewrite_of_no_weight_and_one_below_zero() -> None:
+@pytest.mark.parametrize("weight", [-1, 10**400], ids=["below zero", "beyond all numbers"])
+async def test_a_rewrite_of_no_weight_and_one_that_is_none(weight: int) -> None:
     async with KubeWorld() as made:
         kube = made.kube
         kube.installed.add(REWRITES)
         kube.put(POOLS, "pool", pool())
         kube.put(REWRITES, "none", rewrite((["m"], {"a": 0, "b": 0})))
-        kube.put(REWRITES, "below", rewrite((["m"], {"c": -1})))
+        kube.put(REWRITES, "odd", rewrite((["m"], {"c": weight})))
         await made.follow()
         await made.until(lambda: made.rewrites and made.rewrites[-1])
         assert [[(it.model, it.weight) for it in rule.targets] for rule in made.rewrites[-1]] == [[("a", 0), ("b", 0)]]
-        assert "below of inferencemodelrewrites.llm-d.ai is left out" in (made.discovery.problem or "")
+        assert "odd of inferencemodelrewrites.llm-d.ai is left out" in (made.discovery.problem or "")

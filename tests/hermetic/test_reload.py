@@ -17,7 +17,7 @@ import yaml
 
 from bench.engine.server import FakeVllm
 from gateway.config import Config, load_config
-from gateway.config.schema import EppConfig, LoggingConfig, Worker
+from gateway.config.schema import EppConfig, LoggingConfig, QueueConfig, Worker
 from gateway.epp.run import Epp
 from gateway.reload import Source
 from gateway.sidecar.run import Sidecar
@@ -173,6 +173,22 @@ async def test_a_picker_takes_new_objectives_and_rewrites_and_refuses_what_it_ca
         put()
         reloading.reload()
         assert (now(), reloading.problem) == (([None, None, 3], ["nick", "nack"]), None)
+
+
+async def test_a_longer_wait_for_room_is_not_cut_short_by_the_pickers_first_deadline() -> None:
+    own = EppConfig(host="127.0.0.1", port=0, health_port=0, metrics_port=0, admin_port=0, tls="off")
+    given = Config(
+        epp=msgspec.structs.replace(own, decision_deadline_s=2.0),
+        queue=QueueConfig(max_wait_s=30.0),
+        logging=LoggingConfig(level="error"),
+    )
+    async with Epp(given) as epp:
+        assert epp.server.decision_timeout_s > 30
+        changed = msgspec.structs.replace(given, queue=QueueConfig(max_wait_s=300.0))
+        reloading = epp.follow_config(given, Source(read=lambda: changed, file=None))
+        reloading.reload()
+        assert epp.core.queue.settings.max_wait_s == 300
+        assert epp.server.decision_timeout_s > 302
 
 
 async def test_sighup_gives_a_picker_new_objectives(tmp_path: Path) -> None:

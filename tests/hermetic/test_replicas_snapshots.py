@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.replicas import replicas as replicas_module
 from gateway.replicas import snapshots
 from gateway.replicas.schema import Keys
 from gateway.run import Gateway
@@ -138,3 +139,38 @@ async def test_a_snapshot_that_is_being_written_anew_is_read_when_it_is_whole(
             await tried.wait()
             await client.set(piece_key, b"12345678" + data)
             assert (await reading).keys() == {0}
+
+
+async def test_workers_in_line_for_their_snapshots_do_not_lose_them_for_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 500 workers most wait longer than one reading may take."""
+    monkeypatch.setattr(replicas_module, "_LONGEST_READ_S", 60.0)
+    reading = asyncio.Semaphore(1)
+    at_once: list[str] = []
+
+    async def read(self: snapshots.Snapshots, client: Any, worker: str, ranks: list[int]) -> dict[int, str]:
+        at_once.append(worker)
+        if worker == "stuck":
+            await asyncio.Event().wait()
+        await reading.acquire()
+        return {} if worker == "a" else {0: worker}
+
+    monkeypatch.setattr(snapshots.Snapshots, "read", read)
+    async with RedisServer("redis") as server, ReplicatedFleet(1, sharing(server), a=engine()) as fleet:
+        replicas = fleet.gateways[0].core.replicas
+        assert at_once == ["a"]
+        at_once.clear()
+        asked = [asyncio.create_task(replicas.saved(f"w{i}", [0])) for i in range(12)]
+        await until(lambda: len(at_once) == 4)
+        for _ in asked:
+            reading.release()
+        assert [(await each)[0] for each in asked] == [f"w{i}" for i in range(12)]
+        # Whoever waits for one that is stuck does so once; nobody asks a Redis that others have found lost.
+        monkeypatch.setattr(replicas_module, "_LONGEST_READ_S", 0.2)
+        assert await replicas.saved("stuck", [0]) == {}
+        server.kill()
+        await until(lambda: replicas._hearing.problem is not None)
+        n = len(at_once)
+        assert await replicas.saved("w1", [0]) == {}
+        assert len(at_once) == n

@@ -21,6 +21,7 @@ from tests.support.gateway_world import engine
 from tests.support.stacked import Stacked
 
 DEADLINE_S = 60.0
+_ARRIVING = "warmroute_events_arriving{"
 
 
 class Processes(Stacked):
@@ -92,7 +93,9 @@ class Processes(Stacked):
             workers = body.get("workers", [])
             if len(workers) < len(self.engines) or not all(it["state"] == "healthy" for it in workers):
                 return False
-        return True
+        # Until then what is assumed goes where it is given up when events begin.
+        told = [value for name, value in (await self.metrics()).items() if name.startswith(_ARRIVING)]
+        return len(told) == len(workers) and all(value == 1 for value in told)
 
     async def kill(self, process: str) -> int:
         pid = await self.pid(process)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.config import load_config
 from tests.support.deployed import DEPLOY
 from tests.support.manifests import (
     WORKLOADS,
@@ -90,7 +91,7 @@ def test_services_monitors_and_policies_select_what_is_there(manifests: list[Man
         selector = policy["spec"]["podSelector"]["matchLabels"]
         chosen = [spec for labels, spec in pods(manifests) if selects(selector, labels)]
         assert chosen
-        for rule in policy["spec"]["ingress"]:
+        for rule in policy["spec"].get("ingress", ()):
             assert all(port["port"] in ports(spec) for port in rule.get("ports", ()) for spec in chosen)
     for budget in of_kind(manifests, "PodDisruptionBudget"):
         assert any(selects(budget["spec"]["selector"]["matchLabels"], labels) for labels, _ in pods(manifests))
@@ -262,6 +263,41 @@ def test_with_tracing_spans_may_get_to_their_collector(overlay: str, tmp_path: P
     for labels, _ in pods(manifests):  # Who was free to connect anywhere still is.
         rules_of = [policy["egress"] for policy in limited if selects(policy["podSelector"]["matchLabels"], labels)]
         assert len(rules_of) in (0, 2)
+
+
+@pytest.mark.parametrize("overlay", ["gateway", "gateway-pd", "indexer"])
+@pytest.mark.parametrize("components", [["redis"], ["tracing", "redis"]], ids="+".join)
+def test_with_redis_gateways_share_through_a_server_that_only_they_reach(
+    overlay: str, components: list[str], tmp_path: Path
+) -> None:
+    here, there = tmp_path.resolve(), DEPLOY / "kustomize"
+    ours = {
+        "resources": [os.path.relpath(there / "overlays" / overlay, here)],
+        "components": [os.path.relpath(there / "components" / each, here) for each in components],
+        "namespace": "llm",
+    }
+    (here / "kustomization.yaml").write_text(yaml.safe_dump(ours))
+    manifests = rendered(here)
+    test_every_manifest_is_one_that_kubernetes_takes(manifests)
+    test_services_monitors_and_policies_select_what_is_there(manifests)
+    test_probes_and_mounts_name_what_the_pod_has(manifests)
+    test_our_containers_may_do_little(manifests)
+    gateway = pod_spec_of(named(manifests, "Deployment", "warmroute-gateway"))["containers"][0]
+    env = {row["name"]: row["value"] for row in gateway["env"]}
+    assert ("WARMROUTE_TRACING__ENABLED" in env) == ("tracing" in components)
+    config = load_config(env={"WARMROUTE_REDIS__URL": env["WARMROUTE_REDIS__URL"]})
+    assert config.redis.url is not None
+    host, _, port = config.redis.url.removeprefix("redis://").removesuffix("/0").partition(":")
+    service = named(manifests, "Service", host)["spec"]
+    assert int(port) in [each["port"] for each in service["ports"]]
+    let_in = named(manifests, "NetworkPolicy", host)["spec"]
+    assert selects(let_in["podSelector"]["matchLabels"], service["selector"])
+    (who,) = let_in["ingress"][0]["from"]
+    (let_out,) = named(manifests, "NetworkPolicy", "warmroute-gateway-to-valkey")["spec"]["egress"]
+    assert selects(let_out["to"][0]["podSelector"]["matchLabels"], service["selector"])
+    assert let_out["ports"] == [{"port": int(port)}]
+    entering = [labels for labels, _ in pods(manifests) if selects(who["podSelector"]["matchLabels"], labels)]
+    assert [labels["app.kubernetes.io/component"] for labels in entering] == ["gateway"]
 
 
 # ---- examples --------------------------------------------------------------------------------------------------------

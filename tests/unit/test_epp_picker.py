@@ -340,6 +340,38 @@ async def test_case_22_a_sheddable_request_gives_its_place_to_one_that_is_not() 
         assert second["queued_ms"] >= 20
 
 
+async def test_a_place_that_was_made_goes_to_whom_it_was_made_for() -> None:
+    """Not to another model of the same pods, looked at after it."""
+    async with evicting(P(adapters=("bar",))) as pool:
+        proxy = Proxy()
+        proxy.bind(await pool.picked(request(headers=BATCH)))
+        pool.say("p0", P(queue=1, running=1))
+        urgent = asyncio.create_task(pool.pick(request(headers={"x-llm-d-inference-objective": "urgent"})))
+        usual = asyncio.create_task(pool.pick(request(model="bar")))
+        await asyncio.wait({urgent, usual}, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        assert len(proxy.refused) == 1
+        assert (urgent.done(), usual.done()) == (True, False)
+        for task in (urgent, usual):
+            pick = await task
+            assert isinstance(pick, Pick)
+            answer(pick, b"{}")
+
+
+async def test_nobody_goes_from_a_pod_that_the_proxy_does_not_allow_to_who_waits() -> None:
+    async with evicting(P(), P()) as pool:
+        lows, proxies = [], [Proxy(), Proxy()]
+        for i in (0, 1):  # The last would go first.
+            lows.append(await pool.picked(request(headers=BATCH, subset=(pool.endpoint(i),))))
+            proxies[i].bind(lows[i])
+        for name in ("p0", "p1"):
+            pool.say(name, P(queue=1, running=1))
+        pick = await pool.picked(request(subset=(pool.endpoint(0),)))
+        assert pick.endpoints == (pool.endpoint(0),)
+        assert [len(proxy.refused) for proxy in proxies] == [1, 0]
+        for each in (lows[1], pick):
+            answer(each, b"{}")
+
+
 @pytest.mark.parametrize("way", ["responded", "unseen", "aborted"])
 async def test_what_has_begun_or_is_over_is_not_taken_back(way: str) -> None:
     async with evicting() as pool:

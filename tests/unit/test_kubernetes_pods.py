@@ -53,6 +53,8 @@ def test_ready(body: dict[str, Any], ready: bool, over: bool) -> None:
         ("", []),
         ("9000,http,-8000,8001.0,٨٠٠٠", []),
         ("8001,8001,bad", [8001]),
+        ("08000,0", [8000]),
+        pytest.param("8001," + "9" * 5000, [8001], id="more digits than Python reads"),
     ],
 )
 @pytest.mark.parametrize("name", ["llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports"])

@@ -141,7 +141,8 @@ def endpoints_of(pod: Pod, shape: Shape) -> tuple[dict[str, Endpoint], list[str]
 def _active(given: str | None, ports: Sequence[int]) -> set[int]:
     if given is None:
         return set(ports)
-    return {int(word) for word in map(str.strip, given.split(",")) if word.isascii() and word.isdigit()} & set(ports)
+    words = {word.strip().lstrip("0") for word in given.split(",")}
+    return {port for port in ports if str(port) in words}
 
 
 def _of_pod(pod: Pod, problems: list[str]) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ class _Match(msgspec.Struct):
 
 class _Target(msgspec.Struct, rename="camel"):
     model_rewrite: str
-    weight: int | None = None
+    weight: Annotated[int, msgspec.Meta(lt=1 << 31)] | None = None
 
 
 class _Rule(msgspec.Struct):

@@ -1,0 +1,122 @@
+"""A gateway's copy of an indexer's index where the indexer does odd things: a scripted server of the contract."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.config.schema import IndexServiceConfig
+from gateway.indexservice import link
+from gateway.indexservice.addresses import Addresses
+from gateway.indexservice.link import ReplicaLink
+from gateway.indexservice.server import SERVICE
+from gateway.indexservice.wire import packed
+from gateway.pb import indexer_pb2 as pb
+from indexer import Replica
+from tests.support.gateway_world import until
+
+Script = Callable[[pb.WatchRequest], AsyncIterator[pb.Update]]
+
+
+def section(worker: str, *keys: int) -> pb.Section:
+    blocks = pb.Blocks(block_size=16, keys=packed(keys), runs=[len(keys) << 2])
+    return pb.Section(worker=worker, first=True, last=True, blocks=[blocks])
+
+
+@asynccontextmanager
+async def copy_of(
+    script: Script, prepare: Callable[[ReplicaLink], None] = lambda follower: None
+) -> AsyncIterator[tuple[Replica, ReplicaLink]]:
+    async def watch(request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Update]:
+        async for update in script(request):
+            yield update
+
+    handler = grpc.unary_stream_rpc_method_handler(watch, pb.WatchRequest.FromString, pb.Update.SerializeToString)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Watch": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    replica = Replica()
+    addresses = Addresses(IndexServiceConfig(addresses=(f"127.0.0.1:{port}",)), random.Random(1))
+    follower = ReplicaLink(addresses, replica)
+    prepare(follower)
+    follower.start()
+    try:
+        yield replica, follower
+    finally:
+        await asyncio.to_thread(follower.stop)
+        await server.stop(None)
+
+
+async def test_a_snapshot_that_broke_off_is_begun_anew_and_not_taken_for_all_there_is() -> None:
+    """Else what had not been told of yet would be missing, and nobody would know until the digests."""
+    asked: list[str] = []
+
+    async def script(request: pb.WatchRequest) -> AsyncIterator[pb.Update]:
+        asked.append(request.instance)
+        yield pb.Update(begin=pb.Begin(instance="run", sequence=7))
+        yield pb.Update(sections=[section("a", 1, 2)])
+        if len(asked) == 1:
+            return
+        yield pb.Update(sections=[section("b", 1, 2, 3)])
+        yield pb.Update(end=pb.End(sequence=7))
+        await asyncio.Event().wait()
+
+    async with copy_of(script) as (replica, follower):
+        await until(lambda: follower.is_live)
+        assert asked == ["", ""]
+        assert (replica.blocks("a"), replica.blocks("b")) == (2, 3)
+
+
+async def test_a_whole_copy_goes_on_where_it_was() -> None:
+    asked: list[tuple[str, int]] = []
+
+    async def script(request: pb.WatchRequest) -> AsyncIterator[pb.Update]:
+        asked.append((request.instance, request.sequence))
+        if request.instance:
+            yield pb.Update(begin=pb.Begin(instance="run", sequence=7, resumed=True))
+            await asyncio.Event().wait()
+        yield pb.Update(begin=pb.Begin(instance="run", sequence=7))
+        yield pb.Update(sections=[section("a", 1, 2)])
+        yield pb.Update(end=pb.End(sequence=7))
+
+    async with copy_of(script) as (replica, follower):
+        await until(lambda: len(asked) == 2 and follower.is_live)
+        assert asked == [("", 0), ("run", 7)]
+        assert replica.blocks("a") == 2
+
+
+async def test_a_copy_that_is_busy_taking_in_what_was_said_does_not_take_its_indexer_for_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine a large section takes long; to hang up then, and begin anew, would never end."""
+    monkeypatch.setattr(link, "SILENT_S", 0.0)
+    done = asyncio.Event()
+
+    async def script(request: pb.WatchRequest) -> AsyncIterator[pb.Update]:
+        yield pb.Update(begin=pb.Begin(instance="run", sequence=7))
+        yield pb.Update(sections=[section("a", 1, 2)])
+        yield pb.Update(end=pb.End(sequence=7))
+        await done.wait()
+
+    def busy(follower: ReplicaLink) -> None:
+        take = follower._take
+
+        def slowly(update: pb.Update) -> None:
+            follower.status()  # As the event loop does all the time.
+            take(update)
+
+        monkeypatch.setattr(follower, "_take", slowly)
+
+    async with copy_of(script, busy) as (_, follower):
+        await until(lambda: follower.is_live)
+        assert follower.counters().get("copy_lost", 0) == 0
+        follower.status()  # Now it is silent.
+        await until(lambda: follower.counters().get("copy_lost", 0) == 1)
+        done.set()
