@@ -50,7 +50,7 @@ async def spread(fleet: ReplicatedFleet) -> Counter[str]:
     for gateway in fleet.gateways:
         gateway.core.rng.seed(1)  # So that alone all choose alike.
     for server in fleet.engines.values():
-        server.faults.headers_delay_s = 1.0
+        server.faults.headers_delay_s = 4.0
     tasks = []
     for i in range(6):
         tasks.append(asyncio.create_task(fleet.complete(i % 3, words(64, i))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.discovery.kubernetes.pods import Pod, Shape, endpoints_of, read_pod
@@ -100,6 +100,10 @@ POD = st.builds(
 STEP = st.tuples(st.sampled_from(["a", "b"]), st.none() | POD, st.sampled_from([(8000,), (8000, 8001)]))
 
 
+SHARED = {"name": "", "uid": "u1", "ip": "10.0.0.1", "ready": True}
+
+
+@example([("a", Pod(**SHARED), (8000,)), ("b", Pod(**SHARED), (8000,)), ("a", Pod(**SHARED), (8000, 8001))])
 @given(st.lists(STEP, max_size=30))
 def test_any_history_ends_with_who_is_ready_now(steps: list[tuple[str, Pod | None, tuple[int, ...]]]) -> None:
     servers, fleet = Servers(), Fleet()

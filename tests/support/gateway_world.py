@@ -80,7 +80,9 @@ class Fleet(Stacked):
     async def _start(self) -> None:
         for name, config in self._configs.items():
             self.engines[name] = await self._stack.enter_async_context(FakeVllm(config))
-        gateway = GatewayConfig(host="127.0.0.1", port=0, admin_port=0, unknown_models=self._unknown_models)
+        gateway = GatewayConfig(
+            host="127.0.0.1", port=0, admin_port=0, connect_timeout_s=20.0, unknown_models=self._unknown_models
+        )
         config = Config(
             gateway=gateway,
             workers=tuple(

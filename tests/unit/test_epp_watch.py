@@ -86,7 +86,7 @@ async def test_case_19_26_usage_of_a_stream(chunks: tuple[bytes, ...], output_to
 async def test_case_19_input_tokens_are_a_histogram() -> None:
     async with Pool(P()) as pool:
         usage = b'data: {"usage":{"prompt_tokens":7,"total_tokens":17,"completion_tokens":10}}\ndata: [DONE]'
-        answer(await pool.picked(request(stream=True)), b"data: {}", usage, b"", **SSE)
+        answer(await pool.picked(request(stream=True)), b"data: {}\n\n", usage, b"", **SSE)
         assert pool.value("warmroute_request_input_tokens_sum") == 7
         assert pool.value("warmroute_request_input_tokens_count") == 1
         assert pool.value("warmroute_request_input_tokens_bucket", le="16.0") == 1

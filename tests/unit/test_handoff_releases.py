@@ -125,6 +125,7 @@ async def test_too_many_at_once_are_left_to_their_leases(monkeypatch: pytest.Mon
 
 
 async def test_few_requests_at_a_time_go_to_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TIMEOUT_S", 60.0)
     go_on = asyncio.Event()
 
     async def waits(call: Call) -> None:

@@ -33,8 +33,8 @@ class Servers:
     def __init__(self) -> None:
         self._servers: dict[str, _Server] = {}
         self._of: dict[str, set[str]] = {}
-        self._at: dict[str, str] = {}
-        """Whose a URL was last."""
+        self._at: dict[str, set[str]] = {}
+        """Who is at a URL: several where pods share an address."""
         self._left: dict[str, None] = {}
         """The oldest first."""
 
@@ -77,9 +77,9 @@ class Servers:
                 self._set(worker, pod, endpoint)
             return
         if server is None or not server.serves:
-            other = self._at.get(endpoint.worker.url)
-            if other is not None and other != worker and not self._servers[other].serves:
-                yield self._remove(other)
+            for other in sorted(self._at.get(endpoint.worker.url, ())):
+                if other != worker and not self._servers[other].serves:
+                    yield self._remove(other)
             yield _change(ChangeKind.ADDED, worker, endpoint)
         elif server.endpoint != endpoint:
             yield _change(ChangeKind.CHANGED, worker, endpoint)
@@ -88,7 +88,7 @@ class Servers:
     def _set(self, worker: str, pod: Pod, endpoint: Endpoint) -> None:
         self._servers[worker] = _Server(pod.name, pod.uid, endpoint, pod.ready)
         self._of.setdefault(pod.name, set()).add(worker)
-        self._at[endpoint.worker.url] = worker
+        self._at.setdefault(endpoint.worker.url, set()).add(worker)
         self._left.pop(worker, None)
 
     def _remember(self, worker: str) -> None:
@@ -107,7 +107,9 @@ class Servers:
         siblings.discard(worker)
         if not siblings:
             del self._of[server.pod]
-        if self._at.get(server.endpoint.worker.url) == worker:
+        there = self._at[server.endpoint.worker.url]
+        there.discard(worker)
+        if not there:
             del self._at[server.endpoint.worker.url]
         self._left.pop(worker, None)
 
