@@ -122,7 +122,7 @@ class DataPlaneProcess(Gateway):
             self._entrance.give_away(self._giving.give)
         await self.drain(timeout_s)
         until_s = time.monotonic() + min(timeout_s, _LAST_REQUESTS_S)
-        while self._entrance.keeps_some and time.monotonic() < until_s:
+        while self._entrance.keeps_some and time.monotonic() < until_s:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(_LOOK_S)
         left = await self.plane.drain(timeout_s)
         while not self._giving.is_done:  # noqa: ASYNC110 - nothing signals it
