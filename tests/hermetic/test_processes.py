@@ -169,6 +169,19 @@ async def test_a_rolling_restart_costs_no_request() -> None:
         assert "all processes are new ones" in log
 
 
+async def test_a_successor_that_is_killed_is_replaced_while_its_predecessor_still_drains() -> None:
+    async with Processes(2, "--gateway-drain-timeout-s=300") as them, Held(them) as held:
+        for i in range(8):
+            await held.begin(prompt(i))
+        before = await them.pid("0")
+        async with them.http.post(them.admin + "/admin/restart") as answer:
+            assert answer.status == 202
+        await them.replaced("0", before)
+        successor = await them.kill("0")
+        await them.replaced("0", successor)
+        assert before in [it["pid"] for it in await them.processes()], "it still drains"
+
+
 async def test_a_head_that_is_half_there_when_its_process_leaves_is_waited_for() -> None:
     async with Processes(2) as them:
         clients = [await RawClient.of(them) for _ in range(6)]
