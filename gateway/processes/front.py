@@ -93,7 +93,7 @@ class Front:
                 if them is not None:
                     self._crew.totals.heard(process.life, them)
                     self._heard_s[process.life] = now_s
-                elif now_s - self._heard_s.get(process.life, now_s) > SILENT_S:
+                elif now_s - self._heard_s.setdefault(process.life, now_s) > SILENT_S:
                     _log.error("%s has said nothing for %d s and is killed", process.assignment.name, SILENT_S)
                     process.kill()
             self._heard_s = {each.life: self._heard_s[each.life] for each in processes if each.life in self._heard_s}
