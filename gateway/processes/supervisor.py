@@ -27,7 +27,7 @@ from gateway.processes.front import Front
 from gateway.processes.internal import FRONT_SOCKET
 from gateway.processes.process import Process
 from gateway.processes.seats import Table
-from gateway.processes.sockets import listening, private_folder, remove_folder
+from gateway.processes.sockets import kept, listening, private_folder, remove_folder
 from gateway.processes.unix_server import UnixServer
 from gateway.proxy.server import HttpServer
 from gateway.reload import Source
@@ -45,11 +45,13 @@ def supervise(config: Config, source: Source, args: Sequence[str]) -> int:
     """
     set_up_process(config, "supervisor")
     folder = private_folder(os.environ)
+    keeping = kept(folder)
     try:
         return asyncio.run(_Supervisor(config, source, args, folder).run())
     except OSError as exc:
         raise UserError(f"cannot listen: {exc.strerror or exc}") from exc
     finally:
+        os.close(keeping)
         remove_folder(folder)
 
 
