@@ -129,6 +129,8 @@ class HttpServer:
     @property
     def keeps_some(self) -> bool:
         """Whether there are connections that cannot be given away."""
+        if self._runner is None:  # It was never started.
+            return False
         return self._n_open() > 0 or any(each.is_connecting for each in self._shared)
 
     async def close(self) -> None:
