@@ -147,8 +147,6 @@ class _Supervisor:
         (self._cut if self._stop.is_set() else self._stop).set()
 
     def _on_hangup(self) -> None:
-        with suppress(UserError):  # The processes say what is wrong with it.
-            self._config = self._source.read()
         self._crew.say(words.RELOAD)
 
     def _begin_restart(self) -> None:
@@ -181,6 +179,9 @@ class _Supervisor:
                 _log.exception("unexpected; going on")
 
     def _drain_timeout_s(self) -> float:
+        """As the processes have it, who see by themselves when the file changes."""
+        with suppress(UserError):  # They say what is wrong with it.
+            self._config = self._source.read()
         return self._config.gateway.drain_timeout_s
 
     def _tell_start(self) -> None:

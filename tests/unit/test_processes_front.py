@@ -6,9 +6,14 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from gateway.config import Config
+from gateway.config.schema import GatewayConfig
+from gateway.errors import UserError
 from gateway.processes.crew import Place, _wait_s
 from gateway.processes.front import SILENT_S, START_S, Front
 from gateway.processes.merge import Totals
+from gateway.processes.supervisor import _Supervisor
+from gateway.reload import Source
 
 
 class Silent:
@@ -88,6 +93,20 @@ async def test_a_process_that_does_not_start_is_killed() -> None:
     now_s[0] += 1
     await front.poll()
     assert killed == ["0/1"]
+
+
+def test_the_time_to_drain_is_that_of_the_configuration_as_it_is_now() -> None:
+    now = Config(gateway=GatewayConfig(drain_timeout_s=600.0))
+    given: list[Config] = [now]
+
+    def read() -> Config:
+        if not given:
+            raise UserError("wrong")
+        return given.pop()
+
+    supervisor = _Supervisor(Config(), Source(read=read, file=None), [], "/f")
+    assert supervisor._drain_timeout_s() == 600.0
+    assert supervisor._drain_timeout_s() == 600.0, "one that is wrong changes nothing"
 
 
 def test_pauses_before_another_start_grow_to_ten_seconds() -> None:
