@@ -73,7 +73,7 @@ class Totals:
         """Of all together."""
         self._forget_workers()
         # One that is gone counts too: what the others repeat of it is in what it had counted.
-        has_hub = any(_is_hub(life) for life in self._latest) or not _OF_THE_HUB.isdisjoint(self._about)
+        has_hub = any(them and _is_hub(life) for life, them in self._latest.items()) or not _OF_THE_HUB.isdisjoint(self._about)
         merged: dict[str, tuple[Family, dict[Key, float]]] = {}
         for life, families in sorted(self._latest.items()):
             for family in families:

@@ -90,6 +90,9 @@ def test_what_is_only_repeated_is_counted_once_whether_or_not_the_hub_is_there()
     totals.heard("0/11", said(events=7))
     totals.heard("1/12", said(events=8))
     assert told(totals)[key] == 8, "of another indexer"
+    totals.heard("hub/9", [])
+    assert told(totals)[key] == 8, "a hub that has the board alone counts none"
+    totals.gone("hub/9")
     totals.heard("hub/10", said(events=9))
     assert told(totals)[key] == 9
     totals.gone("hub/10")
