@@ -73,7 +73,8 @@ class Totals:
         """Of all together."""
         self._forget_workers()
         # One that is gone counts too: what the others repeat of it is in what it had counted.
-        has_hub = any(them and _is_hub(life) for life, them in self._latest.items()) or not _OF_THE_HUB.isdisjoint(self._about)
+        has_hub = not _OF_THE_HUB.isdisjoint(self._about)
+        has_hub = has_hub or any(them and _is_hub(life) for life, them in self._latest.items())
         merged: dict[str, tuple[Family, dict[Key, float]]] = {}
         for life, families in sorted(self._latest.items()):
             for family in families:

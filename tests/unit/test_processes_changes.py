@@ -23,6 +23,7 @@ def test_of_a_worker_that_came_and_went_nothing_is_said() -> None:
     drained = ("POST", "/admin/workers/a/drain", b'{"name": "a"}')
     gone = ("DELETE", "/admin/workers/a?timeout_s=3", b'{"name": "a"}')
     assert noted(added, drained) == [("POST", "/admin/workers"), ("POST", "/admin/workers/a/drain")]
+    assert noted(added, drained, added) == [("POST", "/admin/workers"), ("POST", "/admin/workers/a/drain")]
     assert noted(added, drained, gone) == []
     assert noted(added, drained, gone, added) == [("POST", "/admin/workers")]
 
