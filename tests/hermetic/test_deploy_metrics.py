@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.config.schema import PdConfig
+from gateway.indexservice.source import LinkMetrics
 from tests.support.deployed import DEPLOY, ROOT
 from tests.support.gateway_world import Fleet, decode, prefill
 from tests.support.promql import Selector, dashboard_expressions, groupings, rules, selectors
@@ -71,6 +73,18 @@ async def shown_by_a_gateway() -> Shown:
     return shown
 
 
+class Follows:
+    """Of an indexer."""
+
+    is_stale = False
+
+
+def add_indexer(shown: Shown) -> None:
+    """A gateway's that follows one."""
+    link: Any = Follows()
+    shown.add(LinkMetrics(link).collect())
+
+
 def add_recorded_rules(shown: Shown) -> None:
     for rule in rules(RULES):
         if "record" in rule:
@@ -85,6 +99,7 @@ def add_vllm(shown: Shown) -> None:
 
 async def test_rules_and_dashboards_ask_for_what_is_there() -> None:
     shown = await shown_by_a_gateway()
+    add_indexer(shown)
     add_recorded_rules(shown)
     add_vllm(shown)
     expressions = [(RULES.name, rule["expr"]) for rule in rules(RULES)]

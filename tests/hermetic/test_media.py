@@ -68,7 +68,7 @@ async def test_other_questions_about_one_image_go_where_it_is(fleet: Fleet) -> N
 
 
 async def test_other_images_spread(fleet: Fleet) -> None:
-    workers = {(await chat(fleet, asks(f"other{i}", "what is it?")))[0] for i in range(9)}
+    workers = {(await chat(fleet, asks(f"other{i}", "what is it?")))[0] for i in range(40)}
     assert workers == {"a", "b", "c"}
 
 
