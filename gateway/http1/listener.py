@@ -86,8 +86,10 @@ class Listener:
 
     @property
     def keeps_some(self) -> bool:
-        """Whether there are connections that cannot be given away: aiohttp's."""
-        return bool(self._pages.connections)
+        """Whether there are connections that cannot be given away (now): aiohttp's, and those with a request, a part of
+        one, or no beginning yet.
+        """
+        return bool(self._pages.connections or self.connections) or any(each.is_connecting for each in self._shared)
 
     def _give_one(self, connection: Connection) -> None:
         if self._give is not None and (sock := connection.detach()) is not None:
@@ -114,7 +116,7 @@ class Listener:
 
     def opened(self, connection: Connection) -> None:
         self.connections.add(connection)
-        self._idle.add(connection)
+        self.idles(connection)
 
     def begins(self, connection: Connection) -> None:
         self._idle.discard(connection)

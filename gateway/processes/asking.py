@@ -12,6 +12,8 @@ import msgspec
 from aiohttp import web
 
 from gateway.processes import families
+from gateway.processes.assignment import BOARD_SOCKET
+from gateway.processes.board_client import BoardClient
 from gateway.processes.internal import METRICS
 from gateway.processes.process import Process
 from gateway.proxy.errors import ApiError
@@ -109,6 +111,17 @@ class Asking:
             return await asyncio.to_thread(families.decode, answer.body) if answer.status == 200 else None
         except (ApiError, msgspec.MsgspecError):
             return None
+
+    async def has_board(self, process: Process) -> bool:
+        """Whether a hub's board answers."""
+        board = BoardClient(process.assignment.own(BOARD_SOCKET), _TIMEOUT_S)
+        try:
+            await board.ask([["mget", []]])
+        except (OSError, TimeoutError):
+            return False
+        finally:
+            await board.aclose()
+        return True
 
     async def forget_all_but(self, processes: Iterable[Process]) -> None:
         there = {each.life for each in processes}

@@ -39,6 +39,8 @@ class Changes:
             name = _name_in(answer)
             self._of.pop((name, "gone"), None)
             self._put((name, "added"), change)
+            if (drained := self._of.get((name, "drained"))) is not None:
+                self._put((name, "drained"), drained)  # It still is, and was there before it was.
         elif path.startswith(WORKERS + "/"):
             rest = path.removeprefix(WORKERS + "/")
             if change.method == "DELETE":

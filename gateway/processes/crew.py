@@ -47,6 +47,8 @@ class Place:
         self.kind = kind
         self.number = number
         self.process: Process | None = None
+        self.succeeded = asyncio.Event()
+        """Set when another process has it, while who had it may still be there."""
         self.failures = 0
         self.failed_starts = 0
 
@@ -230,9 +232,10 @@ class Crew:
     async def _keep(self, place: Place) -> None:
         """Have somebody there, always."""
         while True:
+            place.succeeded.clear()
             process = place.process
             assert process is not None  # noqa: S101 - there is always one, if only of late
-            await process.gone.wait()
+            await _first(process.gone, place.succeeded)
             if process is not place.process:
                 continue  # It was succeeded.
             if process in self._alive:
@@ -325,6 +328,7 @@ class Crew:
             self._bury(new, "unfit")
             return
         place.process = new
+        place.succeeded.set()
         place.failures = place.failed_starts = 0
         await self._install(place)
         old.say(words.LEAVE)

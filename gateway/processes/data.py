@@ -31,7 +31,9 @@ from gateway.run import Gateway
 from gateway.siblings import Siblings
 
 _LAST_REQUESTS_S = 2.0
-"""Connections that cannot be given away may bring one more request, whose answer says that they close."""
+"""Connections that cannot be given away may bring one more request, or the rest of one, whose answer says that they
+close.
+"""
 _LOOK_S = 0.05
 _NOBODY_S = 5.0
 """Where no worker is known by then, there is none."""
@@ -118,10 +120,11 @@ class DataPlaneProcess(Gateway):
         if self._taking is not None:
             self._taking.close()
             self._entrance.give_away(self._giving.give)
-        left = await self.drain(timeout_s)
-        if self._taking is None or self._entrance.keeps_some:
-            await asyncio.sleep(min(timeout_s, _LAST_REQUESTS_S))
-            left = await self.plane.drain(timeout_s)
+        await self.drain(timeout_s)
+        until_s = time.monotonic() + min(timeout_s, _LAST_REQUESTS_S)
+        while self._entrance.keeps_some and time.monotonic() < until_s:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(_LOOK_S)
+        left = await self.plane.drain(timeout_s)
         while not self._giving.is_done:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(_LOOK_S)
         return left

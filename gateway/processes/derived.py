@@ -23,6 +23,11 @@ def has_board(config: Config) -> bool:
     return config.redis.url is None
 
 
+def redis_of_board(config: Config) -> RedisConfig:
+    """By which processes and board name the same keys."""
+    return RedisConfig(interval_ms=_TOLD_EVERY_MS, op_timeout_ms=_ANSWERS_WITHIN_MS, ttl_s=config.redis.ttl_s)
+
+
 def of_data(config: Config, it: Assignment) -> Config:
     """For a data plane."""
     index, redis = config.index, config.redis
@@ -30,7 +35,7 @@ def of_data(config: Config, it: Assignment) -> Config:
         service = IndexServiceConfig(addresses=(f"unix:{it.shared(INDEX_SOCKET)}",))
         index = replace(index, source="service", service=service)
     if has_board(config):
-        redis = RedisConfig(interval_ms=_TOLD_EVERY_MS, op_timeout_ms=_ANSWERS_WITHIN_MS, ttl_s=redis.ttl_s)
+        redis = redis_of_board(config)
     queue = replace(
         config.queue,
         max_requests=share(config.queue.max_requests, it),

@@ -42,6 +42,8 @@ _LONGEST_BODY_BYTES = 64 << 20
 _READYZ_S = 5.0
 SILENT_S = 30.0
 """A process that says nothing for so long is stuck, or was stopped."""
+START_S = 60.0
+"""And so is one that has not started by then."""
 _STATES = ("starting", "serving", "draining")
 _GET = ("GET", "HEAD")
 
@@ -84,20 +86,30 @@ class Front:
     async def poll(self) -> None:
         """Take in what all count now."""
         async with self._polling:
-            processes = self._crew.answering
-            found = await asyncio.gather(*(self._asking.metrics(each) for each in processes))
+            processes = [each for each in self._crew.alive if each.started.is_set()]
+            found = await asyncio.gather(*(self._said_by(each) for each in processes))
             now_s = self._now()
+            for process in self._crew.alive:
+                if not process.started.is_set() and now_s - process.began_s > START_S:
+                    _log.error("%s has not started within %d s and is killed", process.assignment.name, START_S)
+                    process.kill()
             for process, them in zip(processes, found, strict=True):
                 if process.gone.is_set():
                     continue
                 if them is not None:
                     self._crew.totals.heard(process.life, them)
                     self._heard_s[process.life] = now_s
-                elif now_s - self._heard_s.get(process.life, now_s) > SILENT_S:
+                elif now_s - self._heard_s.setdefault(process.life, now_s) > SILENT_S:
                     _log.error("%s has said nothing for %d s and is killed", process.assignment.name, SILENT_S)
                     process.kill()
             self._heard_s = {each.life: self._heard_s[each.life] for each in processes if each.life in self._heard_s}
             await self._asking.forget_all_but(processes)
+
+    async def _said_by(self, process: Process) -> list[families.Family] | None:
+        """None: nothing."""
+        if self._crew.answers(process):
+            return await self._asking.metrics(process)
+        return [] if await self._asking.has_board(process) else None
 
     def _lost(self) -> list[Place]:
         """Places whose process does not do its work."""

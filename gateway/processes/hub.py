@@ -11,7 +11,7 @@ from gateway.indexservice.run import Indexer
 from gateway.processes import families
 from gateway.processes.assignment import BOARD_SOCKET, Assignment
 from gateway.processes.board_server import BoardServer
-from gateway.processes.derived import has_board
+from gateway.processes.derived import has_board, redis_of_board
 from gateway.processes.internal import METRICS, NOTICE
 from gateway.processes.unix_server import UnixServer
 from gateway.proxy.errors import json_response
@@ -23,7 +23,8 @@ def board_of(given: Config, it: Assignment) -> BoardServer | None:
     """None: Redis has its place."""
     if not has_board(given):
         return None
-    return BoardServer(it.own(BOARD_SOCKET), Keys(given.redis.prefix, given.redis.fleet))
+    told = redis_of_board(given)
+    return BoardServer(it.own(BOARD_SOCKET), Keys(told.prefix, told.fleet))
 
 
 class HubProcess(Indexer):

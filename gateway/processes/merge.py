@@ -36,7 +36,7 @@ _BY_PROCESS: Final = frozenset(f"warmroute_{name}" for name in ("learned_factor"
 _OF_THE_HUB: Final = frozenset(
     f"warmroute_{name}" for name in ("event_batches", "events", "event_gaps", "event_missing_batches", "events_refused")
 )
-"""Counters that data planes only repeat."""
+"""Counters that data planes only repeat: the hub's, or those of an indexer that they all follow."""
 _OF_ENGINES: Final = frozenset(
     f"warmroute_{name}"
     for name in ("pd_transfer_bytes", "pd_transfer_seconds", "pd_transfers_failed", "pd_leases_expired")
@@ -72,11 +72,13 @@ class Totals:
     def told(self) -> list[Family]:
         """Of all together."""
         self._forget_workers()
-        has_hub = any(_is_hub(life) for life in self._latest)
+        # One that is gone counts too: what the others repeat of it is in what it had counted.
+        has_hub = not _OF_THE_HUB.isdisjoint(self._about)
+        has_hub = has_hub or any(them and _is_hub(life) for life, them in self._latest.items())
         merged: dict[str, tuple[Family, dict[Key, float]]] = {}
         for life, families in sorted(self._latest.items()):
             for family in families:
-                if family.name in _OF_THE_HUB and has_hub and not _is_hub(life):
+                if has_hub and _is_repeated(family, life):
                     continue
                 if family.name in _OF_DATA_PLANES and _is_hub(life):
                     continue
@@ -144,7 +146,7 @@ def _take_in(values: dict[Key, float], family: Family, life: str) -> None:
         if not _is_hub(life):
             values.update({(it.name, (*it.labels, process)): it.value for it in family.samples})
         return
-    if family.name in _OF_ENGINES:
+    if family.name in _OF_ENGINES or _is_repeated(family, life):
         put = max
     elif _is_counted(family) or family.name in _SUMMED:
         put = _plus

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,16 @@ def private_folder(env: Mapping[str, str]) -> str:
         "gateway.processes: its processes need a folder for their sockets, and none of RUNTIME_DIRECTORY, TMPDIR, /tmp "
         "and /dev/shm can be written to (or its path is too long): mount a tmpfs on /tmp"
     )
+
+
+def kept(folder: str) -> int:
+    """While this descriptor is open, systemd-tmpfiles leaves alone what is in there (tmpfiles.d(5)): else the links to
+    the hub, which nobody touches for days, go with what is old in /tmp, in a private one too.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):  # On a file system without locks there is no such service either.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
 
 
 def remove_folder(folder: str) -> None:

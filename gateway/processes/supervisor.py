@@ -27,7 +27,7 @@ from gateway.processes.front import Front
 from gateway.processes.internal import FRONT_SOCKET
 from gateway.processes.process import Process
 from gateway.processes.seats import Table
-from gateway.processes.sockets import listening, private_folder, remove_folder
+from gateway.processes.sockets import kept, listening, private_folder, remove_folder
 from gateway.processes.unix_server import UnixServer
 from gateway.proxy.server import HttpServer
 from gateway.reload import Source
@@ -45,11 +45,13 @@ def supervise(config: Config, source: Source, args: Sequence[str]) -> int:
     """
     set_up_process(config, "supervisor")
     folder = private_folder(os.environ)
+    keeping = kept(folder)
     try:
         return asyncio.run(_Supervisor(config, source, args, folder).run())
     except OSError as exc:
         raise UserError(f"cannot listen: {exc.strerror or exc}") from exc
     finally:
+        os.close(keeping)
         remove_folder(folder)
 
 
@@ -145,8 +147,6 @@ class _Supervisor:
         (self._cut if self._stop.is_set() else self._stop).set()
 
     def _on_hangup(self) -> None:
-        with suppress(UserError):  # The processes say what is wrong with it.
-            self._config = self._source.read()
         self._crew.say(words.RELOAD)
 
     def _begin_restart(self) -> None:
@@ -179,6 +179,9 @@ class _Supervisor:
                 _log.exception("unexpected; going on")
 
     def _drain_timeout_s(self) -> float:
+        """As the processes have it, who see by themselves when the file changes."""
+        with suppress(UserError):  # They say what is wrong with it.
+            self._config = self._source.read()
         return self._config.gateway.drain_timeout_s
 
     def _tell_start(self) -> None:

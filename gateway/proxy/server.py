@@ -129,7 +129,9 @@ class HttpServer:
     @property
     def keeps_some(self) -> bool:
         """Whether there are connections that cannot be given away."""
-        return self._n_open() > 0
+        if self._runner is None:  # It was never started.
+            return False
+        return self._n_open() > 0 or any(each.is_connecting for each in self._shared)
 
     async def close(self) -> None:
         """Cut what still runs."""
@@ -264,7 +266,8 @@ class DataPlane:
         self.draining = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                while self.in_flight:  # Another may have begun since it was told that none is left.
+                    await self._idle.wait()
         except TimeoutError:
             self.cutting = True
             _log.warning("%d requests did not end within %.1f s and are cut", self.in_flight, timeout_s)

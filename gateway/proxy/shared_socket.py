@@ -51,6 +51,11 @@ class SharedSocket:
         port: int = self._sock.getsockname()[1]
         return port
 
+    @property
+    def is_connecting(self) -> bool:
+        """Whether a connection was taken and is not there yet: its handshake, if nothing else."""
+        return bool(self._tasks)
+
     def listen(
         self, factory: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext | None, n_open: Callable[[], int]
     ) -> None:

@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("mode", _MODES)
 
 
-async def _cut(trials: Trials, what: str, mode: Mode, links: list[Link], *breaks: str, cut_s: float = _CUT_S) -> None:
+async def _cut(trials: Trials, what: str, mode: Mode, links: list[Link], *breaks: str) -> None:
     """`breaks`: whose requests go through it, where connections are broken."""
     async with trials(f"{mode}: {what}"):
         with trials.fleet.broken.cut(*breaks) if breaks and mode in _BREAKING else nullcontext():

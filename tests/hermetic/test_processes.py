@@ -169,6 +169,43 @@ async def test_a_rolling_restart_costs_no_request() -> None:
         assert "all processes are new ones" in log
 
 
+async def test_a_successor_that_is_killed_is_replaced_while_its_predecessor_still_drains() -> None:
+    async with Processes(2, "--gateway-drain-timeout-s=300") as them, Held(them) as held:
+        for i in range(8):
+            await held.begin(prompt(i))
+        before = await them.pid("0")
+        async with them.http.post(them.admin + "/admin/restart") as answer:
+            assert answer.status == 202
+        await them.replaced("0", before)
+        successor = await them.kill("0")
+        await them.replaced("0", successor)
+        assert before in [it["pid"] for it in await them.processes()], "it still drains"
+
+
+async def test_a_head_that_is_half_there_when_its_process_leaves_is_waited_for() -> None:
+    async with Processes(2) as them:
+        clients = [await RawClient.of(them) for _ in range(6)]
+        for i, client in enumerate(clients):
+            assert await client.complete(prompt(i)) == 200
+        body = json.dumps({"model": "tiny", "prompt": prompt(7), "max_tokens": 2}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        pids = await them.pids()
+        for client in clients:
+            client.send(head[:30])
+        async with them.http.post(them.admin + "/admin/restart") as answer:
+            assert answer.status == 202
+
+        async def one_leaves() -> bool:
+            return any(it["pid"] == pids["0"] and it["state"] != "serving" for it in await them.processes())
+
+        await eventually(one_leaves)
+        for client in clients:
+            client.send(head[30:] + body)
+        assert [await client.status() for client in clients] == [200] * len(clients)
+        for client in clients:
+            await client.close()
+
+
 async def test_connections_that_cannot_be_given_away_bring_their_last_request() -> None:
     """aiohttp's, as those with TLS: their next answer says that they close."""
     async with Processes(2, "--gateway-http=aiohttp") as them, Load(them, 6) as load:

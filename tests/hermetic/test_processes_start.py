@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -74,6 +75,10 @@ async def test_a_folder_of_its_own_that_only_it_can_read(tmp_path: Path) -> None
         (name,) = os.listdir(tmp_path)
         folder = tmp_path / name
         assert folder.stat().st_mode & 0o777 == 0o700
+        cleaner = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):  # What systemd-tmpfiles asks before it looks for what is old in there.
+            fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(cleaner)
         them.command.process.kill()
         await them.command.process.wait()
 

@@ -217,7 +217,14 @@ class RawClient:
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
-        self._writer.write(head.encode() + b"\r\n\r\n" + body)
+        self.send(head.encode() + b"\r\n\r\n" + body)
+        return await self.status()
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def status(self) -> int:
+        """Of the next answer. Raises where the connection has ended."""
         async with asyncio.timeout(DEADLINE_S):
             told = (await self._reader.readuntil(b"\r\n\r\n")).decode()
             length = re.search(r"(?i)content-length: (\d+)", told)

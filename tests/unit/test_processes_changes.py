@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from gateway.config import Config
+from gateway.config.schema import RedisConfig
 from gateway.processes.assignment import Assignment, decode, encode
 from gateway.processes.changes import Change, Changes, is_for_all
-from gateway.processes.derived import share
+from gateway.processes.derived import of_data, share
+from gateway.processes.hub import board_of
+from gateway.replicas.schema import Keys
 
 
 def noted(*steps: tuple[str, str, bytes]) -> list[tuple[str, str]]:
@@ -19,6 +23,7 @@ def test_of_a_worker_that_came_and_went_nothing_is_said() -> None:
     drained = ("POST", "/admin/workers/a/drain", b'{"name": "a"}')
     gone = ("DELETE", "/admin/workers/a?timeout_s=3", b'{"name": "a"}')
     assert noted(added, drained) == [("POST", "/admin/workers"), ("POST", "/admin/workers/a/drain")]
+    assert noted(added, drained, added) == [("POST", "/admin/workers"), ("POST", "/admin/workers/a/drain")]
     assert noted(added, drained, gone) == []
     assert noted(added, drained, gone, added) == [("POST", "/admin/workers")]
 
@@ -53,6 +58,14 @@ def test_shares_make_up_the_whole() -> None:
     for of in (1, 2, 3, 7):
         for whole in (0, 1, 2, 5, 2048):
             assert sum(share(whole, assignment(number, of)) for number in range(of)) == whole
+
+
+def test_processes_and_their_board_name_the_same_keys() -> None:
+    given = Config(redis=RedisConfig(prefix="mine", fleet="east"))  # Of a Redis that is not used.
+    redis = of_data(given, assignment(0, 2)).redis
+    board = board_of(given, assignment(0, 2))
+    assert board is not None
+    assert board._keys.news == Keys(redis.prefix, redis.fleet).news
 
 
 def test_an_assignment_goes_by_an_argument() -> None:

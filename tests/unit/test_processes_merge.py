@@ -85,6 +85,22 @@ def test_what_the_dead_have_counted_stays_and_what_they_had_does_not() -> None:
     assert told(totals)["warmroute_ttft_bucket", (("le", "+Inf"),)] == 3
 
 
+def test_what_is_only_repeated_is_counted_once_whether_or_not_the_hub_is_there() -> None:
+    totals, key = Totals(), ("warmroute_events_total", W1)
+    totals.heard("0/11", said(events=7))
+    totals.heard("1/12", said(events=8))
+    assert told(totals)[key] == 8, "of another indexer"
+    totals.heard("hub/9", [])
+    assert told(totals)[key] == 8, "a hub that has the board alone counts none"
+    totals.gone("hub/9")
+    totals.heard("hub/10", said(events=9))
+    assert told(totals)[key] == 9
+    totals.gone("hub/10")
+    assert told(totals)[key] == 9
+    totals.heard("hub/13", said(events=2))
+    assert told(totals)[key] == 11
+
+
 def test_when_all_are_dead_the_counters_are_still_told() -> None:
     totals = Totals()
     totals.heard("0/11", said(w1=3))
