@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
+import pytest
 
+from tests.faults.fleet import N_ENGINES, N_GATEWAYS
 from tests.faults.process import Process
 from tests.faults.trial import Trials
 
@@ -18,12 +19,14 @@ async def _killed(trials: Trials, process: Process) -> None:
         await process.start()
 
 
-async def test_a_gateway_is_killed(trials: Trials, seed: int) -> None:
-    await _killed(trials, random.Random(seed).choice(trials.fleet.gateways))
+@pytest.mark.parametrize("which", range(N_GATEWAYS))
+async def test_a_gateway_is_killed(trials: Trials, which: int) -> None:
+    await _killed(trials, trials.fleet.gateways[which])
 
 
-async def test_an_engine_is_killed(trials: Trials, seed: int) -> None:
-    await _killed(trials, random.Random(seed).choice(trials.fleet.engines))
+@pytest.mark.parametrize("which", range(N_ENGINES))
+async def test_an_engine_is_killed(trials: Trials, which: int) -> None:
+    await _killed(trials, trials.fleet.engines[which])
 
 
 async def test_redis_is_killed(trials: Trials) -> None:
