@@ -12,7 +12,7 @@ from hypothesis import settings
 from tests.support import IN_CI
 
 settings.register_profile("fast", max_examples=100, deadline=None, derandomize=False)
-settings.register_profile("ci", max_examples=1000, deadline=None, derandomize=False)
+settings.register_profile("ci", max_examples=300, deadline=None, derandomize=False)
 settings.load_profile("ci" if IN_CI else "fast")
 
 

@@ -224,10 +224,10 @@ async def test_the_documented_user_has_all_rights_it_needs(kind: Kind, monkeypat
         redis = sharing(server, user="warmroute")
         async with ReplicatedFleet(2, redis, a=engine(), b=engine()) as fleet:
             async with served(fleet):
+                await server.command("SADD", "{warmroute:default}:writers", "dead")
                 for gateway in fleet.gateways:  # All it ever does, at once.
                     gateway.core.replicas.publisher._kept_at_s = 0.0
                     gateway.core.replicas.reader._prune_at_s = 0.0
-                await server.command("SADD", "{warmroute:default}:writers", "dead")
                 await until_says(server, lambda found: b"dead" not in found, "SMEMBERS", "{warmroute:default}:writers")
             await fleet.gateways[1].close()
             await until(lambda: fleet.hears(fleet.gateways[0]) == 0)
