@@ -16,6 +16,8 @@ from typing import Any
 from gateway.errors import UserError
 
 _BACKLOG = 4096
+_USUAL = ("/tmp", "/dev/shm")  # noqa: S108  # nosec B108
+"""Where a folder of our own is made, that only we can look into."""
 _LONGEST_PATH = 70
 """A socket's path has 107 bytes at most."""
 _PREFIX = "warmroute-"
@@ -60,8 +62,8 @@ def _listening(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 def private_folder(env: Mapping[str, str]) -> str:
     """A new one that only we can look into. Raises UserError."""
-    candidates = [env.get("RUNTIME_DIRECTORY", "").partition(":")[0], env.get("TMPDIR", ""), "/tmp", "/dev/shm"]  # noqa: S108
-    for parent in candidates:
+    given = env.get("RUNTIME_DIRECTORY", "").partition(":")[0], env.get("TMPDIR", "")
+    for parent in (*given, *_USUAL):
         if parent and len(os.fsencode(parent)) <= _LONGEST_PATH and os.path.isdir(parent):
             try:
                 return tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # Mode 0700.
