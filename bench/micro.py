@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.decision import bench_decision
+from bench.goals import Goal, judged
 from bench.kv_frames import BLOCK_SIZE, VOCABULARY, frame, removal, tokens
 from bench.text import train
 from indexer import PrefixIndex, decode_batch
 from indexer.keys import chain, root
 
-TARGETS: list[tuple[str, str, float]] = [
+TARGETS: list[Goal] = [
     ("lookup_2048_closed_ms", "<=", 0.4),
     ("lookup_2048_holes_ms", "<=", 0.7),
     ("decision_64x8_8k_ms", "<=", 0.5),
@@ -235,16 +236,6 @@ def bench_growth(n_blocks: int, n_workers: int = 64) -> dict[str, float]:
     return {"longest_stall_5m_ms": longest_apply * 1e3, "longest_lookup_while_growing_ms": longest_match * 1e3}
 
 
-def targets(figures: dict[str, float]) -> list[dict[str, Any]]:
-    out = []
-    for name, relation, goal in TARGETS:
-        if name in figures:
-            measured = figures[name]
-            met = measured <= goal if relation == "<=" else measured >= goal
-            out.append({"name": name, "goal": f"{relation} {goal:g}", "measured": round(measured, 3), "met": met})
-    return out
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench micro", description=__doc__)
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
@@ -287,7 +278,7 @@ def run(quick: bool, as_json: bool, model: str, given: str | None) -> int:
             print(f"  {name:<42} {value:>14,.3f}", flush=True)
         figures |= found
     print("with " + ", ".join(f"{name}: {value}" for name, value in with_what.items()))
-    result = targets(figures)
+    result = judged(figures, TARGETS)
     for target in result:
         print(f"{'met ' if target['met'] else 'MISS'}  {target['name']} {target['goal']}: {target['measured']}")
     if as_json:

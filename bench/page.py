@@ -25,11 +25,12 @@ import aiohttp
 import msgspec
 
 from bench.demo.gateway import free_port
+from bench.goals import Goal, judged
 from bench.proxy.feed import Feed
 from bench.proxy.processes import cpu_s
 from bench.proxy.prompts import MODEL
 
-TARGETS: list[tuple[str, float]] = [("viewers_10_cpu_percent", 1.0), ("first_message_bytes", 65_536)]
+TARGETS: list[Goal] = [("viewers_10_cpu_percent", "<=", 1.0), ("first_message_bytes", "<=", 65_536)]
 N_WORKERS, N_VIEWERS = 64, 10
 _PER_S = 10
 _SCRAPE_S = 5.0
@@ -156,13 +157,6 @@ async def _measure(gateways: tuple[Watcher, Watcher], rounds: int, round_s: floa
     }
 
 
-def targets(figures: dict[str, float]) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "goal": f"<= {goal:g}", "measured": round(figures[name], 3), "met": figures[name] <= goal}
-        for name, goal in TARGETS
-    ]
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench page", description=__doc__)
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
@@ -174,12 +168,12 @@ def main(argv: Sequence[str]) -> int:
     figures = run(*((2, 2.0) if args.quick else (10, 5.0)))
     for name, value in figures.items():
         print(f"  {name:<34} {value:>12,.2f}")
-    judged = targets(figures)
-    for target in judged:
+    found = judged(figures, TARGETS)
+    for target in found:
         print(f"{'met ' if target['met'] else 'MISS'}  {target['name']} {target['goal']}: {target['measured']}")
     if args.json:
         rounded = {name: round(value, 3) for name, value in figures.items()}
-        print(json.dumps({"bench": "page", "figures": rounded, "targets": judged}))
+        print(json.dumps({"bench": "page", "figures": rounded, "targets": found}))
     return 0
 
 

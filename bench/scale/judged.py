@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-GOALS: tuple[tuple[str, str, float], ...] = (
+from bench.goals import Goal, judged
+
+GOALS: tuple[Goal, ...] = (
     ("replay_start_us_per_copy", "<=", 5.0),
     ("snapshot_start_us_per_copy", "<=", 4.0),
     ("redis_start_us_per_copy", "<=", 4.0),
@@ -19,15 +21,8 @@ GOALS: tuple[tuple[str, str, float], ...] = (
     ("match_keys_8_per_s_over_dynamo", ">=", 1.0),
     ("match_tokens_8_per_s_over_dynamo", ">=", 1.0),
 )
-"""Name of a figure, relation, goal."""
 
 
 def judge(figures: Mapping[str, float]) -> list[dict[str, Any]]:
     """As `targets` of a part, of the figures that are there."""
-    out = []
-    for name, relation, goal in GOALS:
-        if name in figures:
-            measured = figures[name]
-            met = measured <= goal if relation == "<=" else measured >= goal
-            out.append({"name": name, "goal": f"{relation} {goal:g}", "measured": round(measured, 3), "met": met})
-    return out
+    return judged(figures, GOALS)
