@@ -59,7 +59,7 @@ def redis(loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
 class Through:
     """One client, whichever it is, and the numbers its stream gave: told by their place in the order.
 
-    Redis may give a number again to a stream made anew within the millisecond, so a stream's end takes its numbers along.
+    Redis may give a number again to a stream made anew within the millisecond: a stream's end takes its numbers along.
     """
 
     def __init__(self, client: Any) -> None:
