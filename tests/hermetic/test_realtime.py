@@ -110,8 +110,8 @@ async def test_of_several_models_the_first_session_update_chooses(greeted: bool)
 
 
 async def test_who_names_no_model_cannot_hold_a_place_or_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.proxy.realtime._CHOOSING_S", 1.5)
-    monkeypatch.setattr("gateway.proxy.realtime._MOST_HELD_BYTES", 10_000)
+    monkeypatch.setattr("gateway.proxy.realtime.session._CHOOSING_S", 1.5)
+    monkeypatch.setattr("gateway.proxy.realtime.session._MOST_HELD_BYTES", 10_000)
     async with Fleet(a=engine(), b=engine(model="other")) as fleet:
         async with fleet.http.ws_connect(fleet.url + PATH) as socket:
             assert await closed(socket) == 1008
@@ -190,7 +190,7 @@ async def test_a_workers_refusal_is_passed_on(status: str, told: int) -> None:
 
 
 async def test_a_worker_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.proxy.realtime._UPGRADE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("gateway.proxy.realtime.dialer.UPGRADE_TIMEOUT_S", 1.0)
 
     async def hangs(call: Any) -> None:
         await call.wait_hang_up()
@@ -404,8 +404,8 @@ async def test_an_idle_session_is_no_silence_of_a_worker() -> None:
 
 
 async def test_a_worker_taken_out_or_leaving_closes_its_sessions_for_a_new_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.proxy.realtime._LOOK_S", 0.02)
-    monkeypatch.setattr("gateway.proxy.realtime._LEAVING_S", 0.2)
+    monkeypatch.setattr("gateway.proxy.realtime.session._LOOK_S", 0.02)
+    monkeypatch.setattr("gateway.proxy.realtime.session._LEAVING_S", 0.2)
     async with upstream(waits) as a, World({"a": a.url}) as world:
 
         def eject() -> None:
@@ -428,7 +428,7 @@ async def test_a_worker_taken_out_or_leaving_closes_its_sessions_for_a_new_try(m
 
 
 async def test_a_gateway_that_drains_says_it_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.proxy.realtime._LOOK_S", 0.02)
+    monkeypatch.setattr("gateway.proxy.realtime.session._LOOK_S", 0.02)
     async with upstream(waits) as a, World({"a": a.url}) as world:
         world.add("b", a.url, model="other")
         placed = await world.http.ws_connect(world.url + PATH + "?model=m")
@@ -440,7 +440,7 @@ async def test_a_gateway_that_drains_says_it_goes_away(monkeypatch: pytest.Monke
 
 
 async def test_the_longest_life_of_a_request_is_a_sessions_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.proxy.realtime._LOOK_S", 0.02)
+    monkeypatch.setattr("gateway.proxy.realtime.session._LOOK_S", 0.02)
     async with upstream(waits) as a, World({"a": a.url}, request_timeout_s=0.3) as world:
         async with world.http.ws_connect(world.url + PATH) as socket:
             assert await closed(socket) == 1001

@@ -11,7 +11,8 @@ from aiohttp import WSMsgType
 from aiohttp._websocket.reader import WebSocketDataQueue, WebSocketReader
 from aiohttp.streams import EofStream
 
-from gateway.proxy import realtime
+from gateway.proxy.realtime.ending import as_sent, ending
+from gateway.proxy.realtime.naming import error_event, model_of
 from tests.fuzz.cut import cut, seeds
 
 _LARGEST_BYTES = 8 << 10
@@ -74,16 +75,16 @@ async def _messages(pieces: list[bytes]) -> list[object]:
             break
         if message.type in (WSMsgType.PING, WSMsgType.PONG):
             continue
-        close = realtime._ending(message, source)
+        close = ending(message, source)
         if close is None:
             assert len(message.data) <= _LARGEST_BYTES
-            model = realtime._model_of(message)
+            model = model_of(message)
             assert model is None or model
             if model is not None:
-                realtime._error_event(f"The model `{model}` is not served.", None).encode()
+                error_event(f"The model `{model}` is not served.", None).encode()
             told.append((message.type, message.data, model))
             continue
-        code, reason = realtime._as_sent(close)
+        code, reason = as_sent(close)
         assert 1000 <= code < 5000
         assert len(reason) <= 123
         reason.decode()
