@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any, Literal
@@ -128,6 +129,16 @@ class Fleet(Stacked):
         status, answer, headers = await self.post(self.url + "/v1/completions", body)
         assert status == 200, answer
         return headers["x-warmroute-worker"], answer["usage"]
+
+    async def all_serve(self, *workers: str) -> None:
+        """Each of `workers` answers some new prompt, and nobody else does. Among idle ones chance decides which."""
+        answered: set[str] = set()
+        async with asyncio.timeout(60.0):
+            for number in itertools.count():
+                answered.add((await self.complete(f"whoever {number}"))[0])
+                assert answered <= set(workers)
+                if len(answered) == len(workers):
+                    return
 
 
 async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
