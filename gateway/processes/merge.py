@@ -29,7 +29,7 @@ _LEAST: Final = frozenset(
     f"warmroute_{name}"
     for name in (
         "worker_available", "events_arriving", "events_rank_arriving", "events_rank_age_seconds",
-        "index_service_up", "replicas_shared", "queue_shedding_armed",
+        "index_service_up", "replicas_shared", "replicas_known", "queue_shedding_armed",
     )
 )  # fmt: skip
 _BY_PROCESS: Final = frozenset(f"warmroute_{name}" for name in ("learned_factor", "learned_pull_scale"))

@@ -12,7 +12,9 @@ cut is its events alone.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from redis.exceptions import RedisError
 from gateway.pb import indexer_pb2 as pb
 from tests.faults.broken import Broken
 from tests.faults.link import Link
-from tests.faults.process import Process, fixed_port
+from tests.faults.process import Process, fixed_port, until
 from tests.faults.truth import MODEL
 from tests.soak.watched import BOOKED
 from tests.support.indexer_world import ask
@@ -35,7 +37,9 @@ from tests.support.redis_server import binary
 from tests.support.stacked import Stacked
 
 N_ENGINES = 8
-N_GATEWAYS = 3
+N_PLANES = (1, 1, 2)
+"""Data planes of each gateway."""
+N_GATEWAYS = len(N_PLANES)
 PASSWORD = "of-the-fault-suite"
 USER = "warmroute"
 _RIGHTS = (
@@ -97,9 +101,9 @@ class Indexer(Process):
             "indexer", _command("indexer", config, folder), folder, broken, self._is_serving, self.watch_links
         )
 
-    async def digests(self) -> Digests:
+    async def digests(self) -> list[Digests]:
         stats = await self._stats()
-        return {it.worker: (it.digest.blocks, it.digest.keys_sum) for it in stats.holders if it.digest.blocks}
+        return [{it.worker: (it.digest.blocks, it.digest.keys_sum) for it in stats.holders if it.digest.blocks}]
 
     async def troubles(self) -> list[str]:
         """Feeds that are not as they should be, for who looks for what went wrong."""
@@ -128,16 +132,25 @@ class Indexer(Process):
 
 
 class Gateway(Process):
-    """Shared load and a copy of the index are part of its readiness here, not of its `/readyz`."""
+    """Shared load and a copy of the index are part of its readiness here, not of its `/readyz`. The last one has two
+    data planes, each a replica by itself.
+    """
 
     def __init__(self, number: int, engines: list[Engine], index: Link, redis: Link, folder: Path, broken: Broken):
+        self.n_planes = N_PLANES[number]
         self.port, self.admin_port = fixed_port(), fixed_port()
         self.url, self.admin = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.admin_port}"
         self.in_rotation = False
         self.redis_link = redis
         self.index_link = index
         config = {
-            "gateway": {"host": "127.0.0.1", "port": self.port, "admin_port": self.admin_port, "drain_timeout_s": 2.0},
+            "gateway": {
+                "host": "127.0.0.1",
+                "port": self.port,
+                "admin_port": self.admin_port,
+                "drain_timeout_s": 2.0,
+                "processes": self.n_planes,
+            },
             "workers": [{"url": f"http://127.0.0.1:{it.http_link.port}", "name": it.name} for it in engines],
             "index": {"source": "service", "service": {"addresses": [f"127.0.0.1:{index.port}"]}},
             # A busy test machine is no slow Redis, and no slow engine.
@@ -160,14 +173,46 @@ class Gateway(Process):
         self.in_rotation = True
 
     async def _is_ready_now(self) -> bool:
-        return await _status(self.url + "/readyz") == 200 and not await self.unsettled(known=0)
+        if await _status(self.url + "/readyz") != 200 or len(await self.planes()) < self.n_planes:
+            return False
+        return not await self.unsettled(known=0)
 
-    async def digests(self) -> Digests:
-        page = await _get(self.admin + "/debug/cache?digests")
+    async def planes(self) -> dict[str, int]:
+        """The pids of data planes that are ready, by their number; of a gateway that is one process: its own."""
+        if self.n_planes == 1:
+            return {"0": self.pid}
+        them = (await _get(self.admin + "/debug/processes"))["processes"]
+        return {it["process"]: it["pid"] for it in them if it["ready"] and it["state"] == "serving"}
+
+    async def replaced(self, before: dict[str, int]) -> None:
+        """Data planes with other pids than `before` are in all of its places."""
+
+        async def are() -> bool:
+            now = await self.planes()
+            return len(now) == self.n_planes and all(now[place] != pid for place, pid in before.items())
+
+        await until(are, f"others than {before} serve in {self.name}")
+
+    async def kill_plane(self, place: str) -> None:
+        with self._broken.cut(self.name):
+            os.kill((await self.planes())[place], signal.SIGKILL)
+
+    def restart_in_turn(self) -> None:
+        os.kill(self.pid, signal.SIGUSR2)
+
+    async def digests(self) -> list[Digests]:
+        return [await self._digests(query) for query in self._of_each()]
+
+    def _of_each(self) -> list[str]:
+        """Queries of the admin port for which each data plane answers for itself."""
+        return [""] if self.n_planes == 1 else [f"process={number}" for number in range(self.n_planes)]
+
+    async def _digests(self, query: str) -> Digests:
+        page = await _get(f"{self.admin}/debug/cache?digests&{query}")
         told = {worker: ranks["0"] for worker, ranks in page["digests"].items()}
         return {worker: (it["blocks"], int(it["keys_sum"], 16)) for worker, it in told.items() if it["blocks"]}
 
-    async def unsettled(self, known: int = N_GATEWAYS - 1) -> list[str]:
+    async def unsettled(self, known: int = sum(N_PLANES) - 1) -> list[str]:
         """What is not as it is at rest: what is booked, who is not heard, which engine is not usable."""
         async with aiohttp.ClientSession() as http, http.get(self.url + "/metrics") as page:
             text = await page.text()
@@ -185,9 +230,10 @@ class Gateway(Process):
                 found.append(f"{name} {level.get(name)}")
         return found
 
-    async def states(self) -> dict[str, str]:
-        page = await _get(self.admin + "/debug/state")
-        return {worker["name"]: worker["state"] for worker in page["workers"]}
+    async def states(self) -> list[dict[str, str]]:
+        """By engine, as each data plane has them."""
+        pages = [await _get(f"{self.admin}/debug/state?{query}") for query in self._of_each()]
+        return [{worker["name"]: worker["state"] for worker in page["workers"]} for page in pages]
 
 
 class RedisProcess(Process):

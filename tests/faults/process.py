@@ -8,8 +8,10 @@ import random
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from bench.proxy.processes import tree
 from tests.faults.broken import Broken
 from tests.faults.link import Link
 
@@ -45,6 +47,15 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str, within_s: f
         raise AssertionError(f"not within {within_s:g} s: {what}") from None
 
 
+def _is_alive(pid: int) -> bool:
+    """One that nobody has waited for yet is dead."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(") ")[2][0] not in "ZX"
+
+
 class Process:
     """`is_ready` is asked until it says so. `links` lead to it: while it is down they refuse, as its own port would."""
 
@@ -77,6 +88,11 @@ class Process:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def pids(self) -> list[int]:
+        """Its own and those of what it has started."""
+        return tree(self.pid)
+
     async def spawn(self) -> None:
         """Without waiting until it is ready."""
         env = {key: value for key, value in os.environ.items() if not key.startswith(_LEFT_OUT)}
@@ -99,15 +115,22 @@ class Process:
         await self.ready()
 
     async def kill(self) -> None:
-        """SIGKILL."""
-        process = self._process
+        """SIGKILL, to all there is of it, as a service manager kills a control group."""
+        process, pids = self._process, self.pids
         assert process is not None
+
+        async def all_are_dead() -> bool:
+            return not any(map(_is_alive, pids))
+
         with self._broken.cut(self.name):
             self.kills += 1
             for link in self.links:
                 link.refuse()
-            process.kill()
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             await process.wait()
+            await until(all_are_dead, f"all of {self.name} is dead")
 
     async def end(self, number: int = signal.SIGTERM, within_s: float = 30.0) -> int | None:
         """Its exit code; it is killed when it takes longer."""

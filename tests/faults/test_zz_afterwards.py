@@ -12,7 +12,7 @@ async def test_every_engine_serves_again(trials: Trials) -> None:
     async with trials("afterwards"):
 
         async def all_healthy() -> bool:
-            states = [await gateway.states() for gateway in fleet.gateways]
+            states = [states for gateway in fleet.gateways for states in await gateway.states()]
             return all(set(each.values()) == {"healthy"} for each in states)
 
         await until(all_healthy, "every engine is healthy in every gateway")

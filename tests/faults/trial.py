@@ -118,14 +118,15 @@ class Trials:
         found = []
         for it in (fleet.indexer, *fleet.gateways):
             try:
-                told: Digests = await it.digests()
+                told: list[Digests] = await it.digests()
             except (grpc.aio.AioRpcError, aiohttp.ClientError, OSError) as exc:
                 found.append(f"{it.name} does not tell: {type(exc).__name__}")
                 continue
             found += [
-                f"{it.name}: {name} holds {truth.get(name)}, not {told.get(name)}"
-                for name in sorted({*truth, *told})
-                if truth.get(name) != told.get(name)
+                f"{it.name}: {name} holds {truth.get(name)}, not {copy.get(name)}"
+                for copy in told
+                for name in sorted({*truth, *copy})
+                if truth.get(name) != copy.get(name)
             ]
         return found
 
@@ -133,7 +134,7 @@ class Trials:
 def _waited_s(fleet: Fleet) -> float:
     """So long all threads of the fleet, and of this process, have stood in line for a CPU that others had."""
     total_ns = 0
-    for pid in (os.getpid(), *(process.pid for process in fleet.processes)):
+    for pid in (os.getpid(), *(pid for process in fleet.processes for pid in process.pids)):
         for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
             with suppress(OSError):  # A thread that has just ended.
                 total_ns += int(file.read_text(encoding="ascii").split()[1])
