@@ -37,14 +37,17 @@ def test_the_image_runs_as_nobody_of_the_host() -> None:
 # ---- compose ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
-    """With all profiles, as Compose understands it."""
-    done = run(
-        tool("docker-compose", DEV), "-f", COMPOSE / "compose.yaml", "--profile", "*", "config", "--format", "json"
-    )
+def understood(*names: str) -> dict[str, Any]:
+    """These files with all profiles, as Compose understands them."""
+    files = [word for name in names for word in ("-f", COMPOSE / name)]
+    done = run(tool("docker-compose", DEV), *files, "--profile", "*", "config", "--format", "json")
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return understood("compose.yaml")
 
 
 def test_what_compose_mounts_from_here_is_here(compose: dict[str, Any]) -> None:
@@ -90,6 +93,26 @@ def test_the_engines_of_compose_publish_what_the_gateway_needs(compose: dict[str
         assert events["enable_kv_cache_events"] is True
         assert events["endpoint"].startswith("tcp://*:")
         assert events["replay_endpoint"] != events["endpoint"]
+
+
+def test_two_gateways_of_compose_share_through_redis_and_nothing_else() -> None:
+    services = understood("compose.yaml", "replicas.yaml")["services"]
+    a, b = services["gateway"], services["gateway-b"]
+    for gateway in (a, b):
+        config = load_config(str(COMPOSE / "warmroute" / "warmroute.yaml"), gateway["environment"])
+        assert config.redis.url == "redis://redis:6379"
+        assert gateway["depends_on"].keys() == {"redis"}
+    assert [[(port["published"], port["target"]) for port in each["ports"]] for each in (a, b)] == [
+        [("8000", 8000)],
+        [("8001", 8000)],
+    ]
+    learned = [{mount["source"] for mount in each["volumes"] if mount["type"] == "volume"} for each in (a, b)]
+    assert learned == [{"learned"}, {"learned-b"}]
+    own = {"ports", "volumes"}
+    assert {key: a[key] for key in a.keys() - own} == {key: b[key] for key in b.keys() - own}
+    assert ":latest" not in services["redis"]["image"]
+    jobs = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert jobs[0]["dns_sd_configs"][0]["names"] == ["gateway-b"]
 
 
 # ---- systemd ---------------------------------------------------------------------------------------------------------
