@@ -5,6 +5,7 @@ Whoever can name a worker (a hint header, `/admin/workers`, DNS, a pod's status)
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
@@ -86,9 +87,14 @@ def check_endpoint(endpoint: str) -> None:
         raise OSError(_NOBODYS)
 
 
-def check_peer(address: object) -> None:
-    """Of a connection, as `getpeername` tells it. Raises OSError where nobody's engine is."""
-    if isinstance(address, tuple) and is_metadata(str(address[0])):
+def check_connected(fd: int) -> None:
+    """Of a connection that is there: where it leads. Raises OSError where nobody's engine is."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            peer = connection.getpeername()
+    except OSError:
+        return  # It is gone already.
+    if isinstance(peer, tuple) and is_metadata(str(peer[0])):
         raise OSError(_NOBODYS)
 
 

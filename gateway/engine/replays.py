@@ -13,9 +13,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from gateway.addresses import check_endpoint
+from gateway.addresses import check_connected, check_endpoint
 from gateway.engine.feed import Feed, IngestSettings
+from gateway.engine.refusal import address_of
 from gateway.engine.turns import Inbox, Turns
 from indexer import FrameError, Replay, parse_frames
 from indexer.stream import END_OF_REPLAY, SEQ_BYTES
@@ -34,6 +36,8 @@ class Request:
         self.start = start
         self.next_seq: int | None = None
         self.inbox: Inbox | None = None
+        self.monitor: Inbox | None = None
+        self.is_asked = False
         self.heard_s = 0.0
 
 
@@ -103,10 +107,15 @@ class Replays:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.IPV6, 1)
             dealer.setsockopt(zmq.RCVHWM, 0)  # the ROUTER drops what does not fit
-            if not self._settings.link_local:
+            is_checked = self._settings.link_local
+            if not is_checked:
                 check_endpoint(feed.replay_endpoint)
+                is_checked = address_of(feed.replay_endpoint) is not None
+            if not is_checked:
+                self._ask_when_checked(feed, request, dealer)
             dealer.connect(feed.replay_endpoint)
-            dealer.send_multipart([b"", request.start.to_bytes(SEQ_BYTES, "big")], zmq.NOBLOCK)
+            if is_checked:
+                _ask(dealer, request)
             request.inbox = Inbox(
                 dealer, lambda frames: self._take(feed, request, frames), lambda error: self._cannot(feed, error)
             )
@@ -118,6 +127,23 @@ class Replays:
         self.counters["requests"] += 1
         request.heard_s = self._turns.now()
         self._watch(feed, request, request.inbox)
+
+    def _ask_when_checked(self, feed: Feed, request: Request, dealer: zmq.Socket[bytes]) -> None:
+        """ZeroMQ resolves names itself, so that where one leads is known once it has connected."""
+
+        def connected(frames: list[bytes]) -> None:
+            if request.inbox is None or request.inbox.socket is not dealer:
+                return
+            try:
+                check_connected(parse_monitor_message(frames)["value"])
+                if not request.is_asked:
+                    _ask(dealer, request)
+            except (zmq.ZMQError, OSError) as error:
+                self._cannot(feed, error)
+
+        monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED)
+        request.monitor = Inbox(monitor, connected, lambda error: self._cannot(feed, error))
+        self._turns.watch(request.monitor)
 
     def _watch(self, feed: Feed, request: Request, inbox: Inbox) -> None:
         """Give up when nothing was heard for replay_timeout_s."""
@@ -176,6 +202,15 @@ class Replays:
             self._close(request)
 
     def _close(self, request: Request) -> None:
-        if request.inbox is not None:
-            self._turns.close(request.inbox)
-            request.inbox = None
+        if request.inbox is not None and request.monitor is not None:
+            request.inbox.socket.disable_monitor()
+        for inbox in (request.monitor, request.inbox):
+            if inbox is not None:
+                self._turns.close(inbox)
+        request.inbox = request.monitor = None
+        request.is_asked = False
+
+
+def _ask(dealer: zmq.Socket[bytes], request: Request) -> None:
+    request.is_asked = True
+    dealer.send_multipart([b"", request.start.to_bytes(SEQ_BYTES, "big")], zmq.NOBLOCK)

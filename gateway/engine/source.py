@@ -7,15 +7,13 @@ before it have been read, so that what an old process said last never mixes with
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections.abc import Callable
 from typing import Literal, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from gateway.addresses import check_endpoint, check_peer
+from gateway.addresses import check_connected, check_endpoint
 from gateway.engine.feed import IngestSettings
 from gateway.engine.refusal import RefusalProbe
 from gateway.engine.turns import Inbox, Socket, Turns
@@ -196,12 +194,7 @@ class Source:
         if self._anywhere:
             return
         try:
-            with socket.socket(fileno=os.dup(fd)) as connection:
-                peer = connection.getpeername()
-        except OSError:
-            return  # It is gone already.
-        try:
-            check_peer(peer)
+            check_connected(fd)
         except OSError as error:
             wrong = error
             self._turns.after(0.0, lambda: self._broke(wrong))

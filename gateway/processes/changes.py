@@ -53,6 +53,10 @@ class Changes:
                 name = _name_in(answer) or unquote(rest.rpartition("/")[0])
                 self._put((name, "drained"), change)
 
+    def forget(self, change: Change) -> None:
+        """It no longer holds."""
+        self._of = {about: each for about, each in self._of.items() if each is not change}
+
     def _put(self, about: tuple[str, str], change: Change) -> None:
         self._of.pop(about, None)
         self._of[about] = change

@@ -249,11 +249,14 @@ class Front:
         return answer.response(first)
 
     async def greet(self, process: Process) -> None:
-        """What was changed before it came."""
+        """What was changed before it came, and still holds."""
         if not self._crew.answers(process):
             return
         async with self._one_by_one:
             for change in self._changes.all():
+                if change.method == "DELETE" and await self._is_back(change, process):
+                    self._changes.forget(change)
+                    continue
                 answer = await self._asking.ask(process, change.method, change.target, change.body)
                 if answer.status >= 300:
                     _log.warning(
@@ -263,6 +266,17 @@ class Front:
                         change.target,
                         answer.status,
                     )
+
+    async def _is_back(self, removal: Change, process: Process) -> bool:
+        """Whether the worker was named again since (by a file, by the configuration), as another process knows."""
+        other = next((each for each in self._crew.serving() if each is not process), None)
+        if other is None:
+            return False
+        try:
+            answer = await self._asking.ask(other, "GET", removal.target.partition("?")[0])
+        except ApiError:
+            return False
+        return answer.status == 200 and not msgspec.json.decode(answer.body)["leaving"]
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._asking.stream(self._chosen(request), request, self._target(request))

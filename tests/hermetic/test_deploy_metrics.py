@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import Metric
@@ -12,6 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.config.schema import PdConfig
 from gateway.indexservice.source import LinkMetrics
+from gateway.processes import families
+from gateway.processes.crew import Place
+from gateway.processes.front import Front
 from tests.support.deployed import DEPLOY, ROOT
 from tests.support.gateway_world import Fleet, decode, prefill
 from tests.support.promql import Selector, dashboard_expressions, groupings, rules, selectors
@@ -85,6 +89,13 @@ def add_indexer(shown: Shown) -> None:
     shown.add(LinkMetrics(link).collect())
 
 
+def add_processes(shown: Shown) -> None:
+    """Of a gateway that has several."""
+    crew: Any = SimpleNamespace(alive=[], ends={}, places=[Place("data", 0)])
+    asking: Any = None
+    shown.add(families.metrics(Front(crew, asking, lambda: None)._own()))
+
+
 def add_recorded_rules(shown: Shown) -> None:
     for rule in rules(RULES):
         if "record" in rule:
@@ -100,6 +111,7 @@ def add_vllm(shown: Shown) -> None:
 async def test_rules_and_dashboards_ask_for_what_is_there() -> None:
     shown = await shown_by_a_gateway()
     add_indexer(shown)
+    add_processes(shown)
     add_recorded_rules(shown)
     add_vllm(shown)
     expressions = [(RULES.name, rule["expr"]) for rule in rules(RULES)]

@@ -717,3 +717,23 @@ def test_batches_are_not_asked_for_at_addresses_of_metadata(world: World, monkey
     world.ingest.add("w", 0, engine.endpoint, engine.replay_endpoint.replace("127.0.0.1", "127.0.0.2"))
     until(lambda: world.ingest.counters().get("replay_socket_errors"))
     assert engine.requests == []
+
+
+def test_batches_are_not_asked_for_where_a_name_leads_there(
+    world: World, monkeypatch: pytest.MonkeyPatch, make_world: Callable[..., World]
+) -> None:
+    engine = world.engine()
+    assert engine.replay_endpoint is not None
+    named = engine.replay_endpoint.replace("127.0.0.1", "localhost")
+    monkeypatch.setattr(addresses, "_NEVER", ())
+    allowed = make_world()
+    allowed.ingest.add("w", 0, engine.endpoint, named)
+    until(lambda: engine.requests)
+    asked = len(engine.requests)
+    monkeypatch.setattr("gateway.engine.source.Source._check_peer", lambda *_: None)
+    monkeypatch.setattr(addresses, "_NEVER", (ip_network("127.0.0.0/8"), ip_network("::1/128")))
+    monkeypatch.setattr("gateway.engine.replays.check_endpoint", lambda _: None)
+    monkeypatch.setattr("gateway.engine.source.check_endpoint", lambda _: None)
+    world.ingest.add("w", 0, engine.endpoint, named)
+    until(lambda: world.ingest.counters().get("replay_socket_errors"))
+    assert len(engine.requests) == asked

@@ -261,6 +261,42 @@ async def test_what_operators_change_is_changed_everywhere() -> None:
             assert (await answer.json())["error"]["code"] == "no_process"
 
 
+async def test_a_worker_that_was_removed_and_named_again_is_in_processes_that_come_later(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    async with FakeVllm(engine()) as early, FakeVllm(engine()) as late:
+
+        def name(*workers: tuple[str, FakeVllm]) -> None:
+            file.write_text(json.dumps({"workers": [{"name": name, "url": each.url} for name, each in workers]}))
+
+        name(("early", early), ("late", late))
+        async with Processes(2, f"--config={file}", has_engines=False) as them:
+
+            async def reloaded(*names: str) -> None:
+                them.command.process.send_signal(signal.SIGHUP)
+                for label in ("0", "1", "hub"):
+                    await eventually(lambda label=label: known(label, *names))
+
+            async def known(label: str, *names: str) -> bool:
+                workers = (await them.get(f"/admin/workers?process={label}"))["workers"]
+                return names == tuple(it["name"] for it in workers)
+
+            async def replaced() -> None:
+                pid = await them.kill("1")
+                await them.replaced("1", pid)
+
+            await reloaded("early", "late")
+            async with them.http.delete(them.admin + "/admin/workers/late?force=true") as answer:
+                assert answer.status == 200
+            await replaced()
+            assert await known("1", "early"), "the configuration is as it was, and it was removed"
+            name(("early", early))
+            await reloaded("early")
+            name(("early", early), ("late", late))
+            await reloaded("early", "late")
+            await replaced()
+            assert await known("1", "early", "late")
+
+
 async def test_limits_of_keys_hold_for_the_whole(tmp_path: Path) -> None:
     key, entry = made(requests_per_minute=10)
     file = tmp_path / "keys.json"

@@ -25,7 +25,9 @@ _ARRIVING = "warmroute_events_arriving{"
 
 
 class Processes(Stacked):
-    """In a test: ``async with Processes(2, a=engine()) as them:``. All serve when entered. `args` are the gateway's."""
+    """In a test: ``async with Processes(2, a=engine()) as them:``. All serve when entered. `args` are the gateway's.
+    `has_engines`: False where these name workers of their own.
+    """
 
     def __init__(
         self,
@@ -33,13 +35,14 @@ class Processes(Stacked):
         *args: str,
         entry: tuple[str, ...] | None = None,
         env: dict[str, str] | None = None,
+        has_engines: bool = True,
         **engines: FakeVllmConfig,
     ) -> None:
         self.n = n
         self._args = args
         self._entry = entry
         self._env = env or {}
-        self._configs = engines or {"a": engine(), "b": engine()}
+        self._configs = engines or ({"a": engine(), "b": engine()} if has_engines else {})
         self.engines: dict[str, FakeVllm] = {}
 
     async def _start(self) -> None:

@@ -34,6 +34,14 @@ def test_one_of_the_configuration_that_went_goes_again_and_may_come_back() -> No
     assert noted(gone, ("POST", "/admin/workers", b'{"name": "a"}')) == [("POST", "/admin/workers")]
 
 
+def test_what_no_longer_holds_is_not_said() -> None:
+    changes = Changes()
+    for name in "ab":
+        changes.note(Change("DELETE", f"/admin/workers/{name}", b""), b"{}")
+    changes.forget(changes.all()[0])
+    assert [each.target for each in changes.all()] == ["/admin/workers/b?force=true"]
+
+
 def test_the_last_word_counts() -> None:
     up, down = ("POST", "/admin/workers/a%2Fb/undrain", b"{}"), ("POST", "/admin/workers/a%2Fb/drain", b"{}")
     assert noted(down, up) == [up[:2]]
