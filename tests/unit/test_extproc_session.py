@@ -429,6 +429,13 @@ def test_bodies_whose_head_is_not_shown_pass_unchanged_and_unseen(
     assert talk.watch.told == [("unseen",)]
 
 
+def test_a_response_that_is_a_head_alone_is_whole() -> None:
+    talk = picked(FD)
+    talk.feed(response_head(status=204, ends=True))
+    talk.session.close()
+    assert talk.watch.told == [("responded", 204, None), ("ended",)]
+
+
 def test_every_byte_of_a_response_goes_back_at_once() -> None:
     talk = picked(FD)
     talk.feed(response_head(("content-type", "text/event-stream")))
