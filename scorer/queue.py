@@ -184,13 +184,13 @@ class FairQueue:
         """Who would be next if priority alone counted between classes."""
         return self._classes[self._priorities[0]].head() if self._entries else None
 
-    def pop(self) -> Entry | None:
-        """Who is next, no longer waiting."""
-        entry = self.head()
+    def pop(self, *, by_priority: bool = False) -> Entry | None:
+        """Who is next, no longer waiting. `by_priority`: `first` instead, and whose turn it is by age keeps it."""
+        entry, next_ = self.first() if by_priority else self.head(), self.head()
         if entry is not None:
+            self._served += entry is next_
             self._classes[entry.priority].serve(entry)
             self._left(entry)
-            self._served += 1
         return entry
 
     def displaced_by(self, priority: int) -> Entry | None:

@@ -333,19 +333,25 @@ class _Picking:
         pick = self._pick((endpoint, *others), headers, body, rename, scores)
         sent, queue = Sent(flight, self._record), self._parts.queue
         may_go = queue is not None and self._route.queued and queue.sent(flight.facts, sent)
-        watch = Watched(
-            shared,
-            self._record,
-            began_s=self._began_s,
-            endpoint=endpoint,
-            flight=flight,
-            plan_id=self._number,
-            kind=self._route.tokens,
-            keeps=steps.keeps_response(self._route.tokens, body),
-            wait_s=wait_s,
-            trace=self._trace,
-            answered=partial(queue.evictables.remove, sent) if queue is not None and may_go else None,
-        )
+        answered = partial(queue.evictables.remove, sent) if queue is not None and may_go else None
+        try:
+            watch = Watched(
+                shared,
+                self._record,
+                began_s=self._began_s,
+                endpoint=endpoint,
+                flight=flight,
+                plan_id=self._number,
+                kind=self._route.tokens,
+                keeps=steps.keeps_response(self._route.tokens, body),
+                wait_s=wait_s,
+                trace=self._trace,
+                answered=answered,
+            )
+        except BaseException:
+            if answered is not None:
+                answered()
+            raise
         return pick(watch=watch, recall=sent.recall if may_go else None)
 
     # ---- without -----------------------------------------------------------------------------------------------------

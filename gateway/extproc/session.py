@@ -378,6 +378,17 @@ class Session:
                 wire.without_content_length(answer)
         return [answer]
 
+    def _without_head(self, message: pb.ProcessingRequest) -> Answers:
+        """Bodies are shown and heads are not (response_header_mode: SKIP). Of what status or kind it is nobody says, so
+        that nothing of it can be learned, or changed.
+        """
+        if not self.decided:
+            raise ProtocolError(f"{message.WhichOneof('request')} before anything is decided")
+        if self._told is not None:
+            self._told.unseen()
+        self._response = _Response.BODY
+        return self.feed(message)
+
     def _after_head(self, message: pb.ProcessingRequest) -> Answers:
         """What comes first of a response whose head was held."""
         head, self._held = self._held, None
@@ -442,6 +453,8 @@ _HANDLERS: dict[tuple[_State, str], Callable[[Session, pb.ProcessingRequest], An
     (_Request.DROPPED, "request_body"): Session._ignored,
     (_Request.DROPPED, "request_trailers"): Session._ignored,
     (_Response.HEAD, "response_headers"): Session._response_head,
+    (_Response.HEAD, "response_body"): Session._without_head,
+    (_Response.HEAD, "response_trailers"): Session._without_head,
     (_Response.HELD, "response_body"): Session._after_head,
     (_Response.HELD, "response_trailers"): Session._after_head,
     (_Response.BODY, "response_body"): Session._response_body,

@@ -24,7 +24,7 @@ from gateway.queue.late import Foresight
 from gateway.queue.shed import HEADER, Shed
 from scorer.fleet import Worker
 from scorer.planner import Planner
-from scorer.queue import AGEING
+from scorer.queue import AGEING, Entry
 from scorer.saturation import Saturation
 from scorer.types import RequestFacts
 
@@ -65,6 +65,8 @@ class Queue:
         self._let_go_so_far = 0
         self._evicts_again_s = 0.0
         self._by_age: str | None = None
+        self._taken_for: Lane | None = None
+        """A place was taken back for its first, and has not been given yet."""
         """Who was let go last, if that was for having waited longest; others of higher priority wait."""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -246,23 +248,34 @@ class Queue:
 
     def _in_turn(self) -> list[Lane]:
         """Lanes may have workers in common (adapters): by priority, but in each `AGEING`-th turn by age."""
-        by_age = self._let_go_so_far % AGEING == AGEING - 1
+        if self._taken_for is not None and not self._taken_for.queue:
+            self._taken_for = None
+        by_age = self._turn_is_by_age()
         rows = [
-            (0 if by_age else head.priority, oldest.since_s, name)
+            (by_age and lane is not self._taken_for, 0 if by_age else head.priority, oldest.since_s, name)
             for name, lane in self.lanes.items()
-            if (head := lane.queue.head()) is not None and (oldest := lane.queue.oldest()) is not None
+            if (head := self._next(lane)) is not None and (oldest := lane.queue.oldest()) is not None
         ]
-        return [self.lanes[name] for _, _, name in sorted(rows)]
+        return [self.lanes[name] for *_, name in sorted(rows)]
+
+    def _turn_is_by_age(self) -> bool:
+        return self._let_go_so_far % AGEING == AGEING - 1
+
+    def _next(self, lane: Lane) -> Entry | None:
+        """A place that was taken back by priority is given by priority."""
+        return lane.queue.first() if lane is self._taken_for else lane.queue.head()
 
     def _look_again(self) -> None:
         self._timer = None
         self._look_soon()
 
     def _let_go(self, lane: Lane, now_s: float) -> None:
-        entry = lane.queue.pop()
+        was_taken = lane is self._taken_for
+        entry = lane.queue.pop(by_priority=was_taken)
         if isinstance(entry, Waiting):
             self.n_waiting -= 1
-            self._let_go_so_far += 1
+            self._let_go_so_far += not (was_taken and self._turn_is_by_age())
+            self._taken_for = None if was_taken else self._taken_for
             lane.leaving.note(now_s)
             if not entry.future.done():
                 self._leaving = entry
@@ -298,7 +311,7 @@ class Queue:
                 lane.sheds[shed.EVICTED] += 1
                 self._metrics.rejected(shed.EVICTED)
                 evictables.told(evictable)
-                goes = True
+                self._taken_for, goes = lane, True
             else:
                 evictable.record.cut = None
                 evictables.remove(evictable)

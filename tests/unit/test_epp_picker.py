@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from typing import Any
 
@@ -17,6 +18,7 @@ from gateway.sidecar.hints import read_plan
 from gateway.stored import Place
 from scorer.answers import Answer
 from scorer.ledger import Booking
+from scorer.queue import AGEING
 from tests.support.epp_world import BASE, P, Pool, answer, decode, get, prefill, request
 from tests.support.fleets import prompt
 
@@ -357,6 +359,33 @@ async def test_a_place_that_was_made_goes_to_whom_it_was_made_for() -> None:
             answer(pick, b"{}")
 
 
+async def test_a_place_that_was_made_goes_to_the_priority_it_was_made_for_though_the_turn_is_by_age() -> None:
+    async with evicting() as pool:
+        proxy = Proxy()
+        proxy.bind(await pool.picked(request(headers=BATCH)))
+        pool.say("p0", P(queue=1, running=1))
+        pool.queue._evicts_again_s = math.inf  # Until both wait.
+        usual = asyncio.create_task(pool.pick(request()))
+        while pool.queue.n_waiting < 1:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.002)
+        urgent = asyncio.create_task(pool.pick(request(headers={"x-llm-d-inference-objective": "urgent"})))
+        while pool.queue.n_waiting < 2:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.002)
+        (lane,) = [lane for lane in pool.queue.lanes.values() if lane.queue]
+        lane.queue._served = pool.queue._let_go_so_far = AGEING - 1
+        pool.queue._evicts_again_s = 0.0
+        await asyncio.wait({usual, urgent}, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        assert len(proxy.refused) == 1
+        assert (usual.done(), urgent.done()) == (False, True)
+        pick = await urgent
+        assert isinstance(pick, Pick)
+        answer(pick, b"{}")
+        pool.say("p0", P())
+        pick = await asyncio.wait_for(usual, 60)
+        assert isinstance(pick, Pick)
+        answer(pick, b"{}")
+
+
 async def test_nobody_goes_from_a_pod_that_the_proxy_does_not_allow_to_who_waits() -> None:
     async with evicting(P(), P()) as pool:
         lows, proxies = [], [Proxy(), Proxy()]
@@ -384,6 +413,19 @@ async def test_what_has_begun_or_is_over_is_not_taken_back(way: str) -> None:
         assert not len(pool.queue.evictables)
         if way == "responded":
             low.watch.ended()
+
+
+async def test_what_fails_after_its_booking_is_nobodys_to_take_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr("gateway.epp.picker.Watched", fail)
+    async with evicting() as pool:
+        refusal = await pool.pick(request(headers=BATCH))
+        assert isinstance(refusal, Refusal)
+        assert refusal.status == 500
+        assert not len(pool.queue.evictables)
+        assert pool.is_idle()
 
 
 async def test_a_proxy_for_whom_it_is_too_late_is_not_asked_twice() -> None:

@@ -417,6 +417,25 @@ def picked(modes: tuple[pb.BodySendMode, pb.BodySendMode], rename: tuple[str, st
     return talk
 
 
+@pytest.mark.parametrize(("modes", "answer"), [(FD, b"one"), ((pb.BUFFERED, pb.STREAMED), b"")])
+def test_bodies_whose_head_is_not_shown_pass_unchanged_and_unseen(
+    modes: tuple[pb.BodySendMode, pb.BodySendMode], answer: bytes
+) -> None:
+    """response_header_mode: SKIP, with bodies."""
+    talk = picked(modes, rename=("one", "two"))
+    answers = talk.feed(response_body(b"one"), response_body(b"", ends=True), response_trailers())
+    assert kinds(answers) == ["response_body", "response_body", "response_trailers"]
+    assert answers[0].response_body.response.body_mutation.streamed_response.body == answer
+    assert talk.watch.told == [("unseen",)]
+
+
+def test_a_response_that_is_a_head_alone_is_whole() -> None:
+    talk = picked(FD)
+    talk.feed(response_head(status=204, ends=True))
+    talk.session.close()
+    assert talk.watch.told == [("responded", 204, None), ("ended",)]
+
+
 def test_every_byte_of_a_response_goes_back_at_once() -> None:
     talk = picked(FD)
     talk.feed(response_head(("content-type", "text/event-stream")))

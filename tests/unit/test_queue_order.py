@@ -145,3 +145,19 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
     assert rate.per_s(140.0) < 0.5
     rate.begin(200.0)
     assert rate.per_s(200.0) == 0
+
+
+def test_a_place_given_by_priority_leaves_the_turn_by_age() -> None:
+    queue = FairQueue()
+    low = Entry(since_s=0, deadline_s=600, priority=1)
+    queue.add(low)
+    for i in range(AGEING + 2):
+        queue.add(Entry(since_s=i, deadline_s=600))
+    for _ in range(AGEING - 1):
+        queue.pop(by_priority=True)
+    assert queue.head() is low
+    given = queue.pop(by_priority=True)
+    assert given is not None
+    assert given.priority == 0
+    assert queue.pop() is low
+    assert queue.pop(by_priority=True) is not None
