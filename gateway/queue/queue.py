@@ -65,9 +65,9 @@ class Queue:
         self._let_go_so_far = 0
         self._evicts_again_s = 0.0
         self._by_age: str | None = None
+        """Who was let go last, if that was for having waited longest; others of higher priority wait."""
         self._taken_for: Lane | None = None
         """A place was taken back for its first, and has not been given yet."""
-        """Who was let go last, if that was for having waited longest; others of higher priority wait."""
         self._timer: asyncio.TimerHandle | None = None
 
     def configure(self, settings: QueueConfig) -> None:

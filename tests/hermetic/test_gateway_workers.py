@@ -323,23 +323,28 @@ async def test_a_silent_rank_does_not_look_empty() -> None:
     async with Fleet(a=engine(data_parallel_size=2, replay_endpoint=None)) as fleet:
         core, worker = fleet.core, fleet.core.fleet.workers["a"]
 
-        async def ask(rank: int) -> None:
-            body = {"model": "tiny", "prompt": "the quick brown fox " * 40, "max_tokens": 1}
-            headers = {"X-data-parallel-rank": str(rank)}
-            async with fleet.http.post(
-                fleet.engines["a"].url + "/v1/completions", json=body, headers=headers
-            ) as response:
-                assert response.status == 200
+        async def heard(rank: int) -> None:
+            """Asked until it is: what is published before the subscription has arrived is lost."""
+            number = 0
+            async with asyncio.timeout(60):
+                while ("a", rank) not in core.publishing._heard:
+                    body = {"model": "tiny", "prompt": f"{number} the quick brown fox " * 40, "max_tokens": 1}
+                    headers = {"X-data-parallel-rank": str(rank)}
+                    async with fleet.http.post(
+                        fleet.engines["a"].url + "/v1/completions", json=body, headers=headers
+                    ) as response:
+                        assert response.status == 200
+                    number += 1
+                    await asyncio.sleep(0.05)
 
-        await ask(0)
-        await until(lambda: ("a", 0) in core.publishing._heard)
+        await heard(0)
         core.publishing.watch()
         assert not worker.publishes_events
         core.hits.predicted("a", 1, 0)
         silent = [row.detail for row in degradations(core) if row.what == "events_silent"]
         assert ["rank 1" in detail for detail in silent] == [True]
         assert "events_catching_up" not in {row.what for row in degradations(core)}
-        await ask(1)
+        await heard(1)
         await until(lambda: worker.publishes_events)
         assert "events_silent" not in {row.what for row in degradations(core)}
 
