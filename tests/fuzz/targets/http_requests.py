@@ -17,6 +17,7 @@ SEEDS = seeds(
     b"\r\n" + _POST + b"Connection: close\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\na",
     b"POST http://a/tokenize?x=1 HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\n{}",
     b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
+    _POST.replace(b"POST", b"HEAD") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     _POST + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 )
 # fmt: off
@@ -61,9 +62,13 @@ async def _talk(pieces: list[bytes]) -> Any:
         client.send(piece)
         await turns(3)
     await turns(40)
-    asked, answers, handed_over = client.echo.asked, client.answers(), client.pages.n_made
-    assert len(asked) == sum(status == 200 for status, _ in answers)
-    assert all(status == 200 for status, _ in answers[:-1]), "something is served after a refusal"
+    asked, handed_over = client.echo.asked, client.pages.n_made
+    # Who reads answers has to know that HEAD was asked: none has a body, whatever its length says.
+    is_readable = all(method != "HEAD" for method, *_ in asked)
+    answers = client.answers() if is_readable else []
+    if is_readable:
+        assert len(asked) == sum(status == 200 for status, _ in answers)
+        assert all(status == 200 for status, _ in answers[:-1]), "something is served after a refusal"
     client.leave()
     await turns()
     assert (client.listener.connections, client.echo.running) == (set(), 0)
