@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import unicodedata
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
@@ -61,7 +62,10 @@ def is_metadata(address: str | IPv4Address | IPv6Address) -> bool:
 
 
 def _read(text: str) -> IPv4Address | IPv6Address:
-    """As the system reads it where it connects: 2852039166 and 0xa9.254.43518, too. Raises OSError or ValueError."""
+    """As it is read where it connects: 2852039166 and 0xa9.254.43518, too, as the system does, and digits and dots of
+    other widths or in circles, as IDNA does. Raises OSError or ValueError.
+    """
+    text = unicodedata.normalize("NFKC", text).replace("\N{IDEOGRAPHIC FULL STOP}", ".")
     return ip_address(text) if ":" in text else IPv4Address(socket.inet_aton(text.rstrip(".")))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 import pytest
+from yarl import URL
 
 from gateway import addresses
 from gateway.addresses import GuardedResolver, endpoint_leads_to_metadata, is_metadata, leads_to_metadata, usable
@@ -45,11 +46,21 @@ NEVER = [
     "100.100.100.200",
     "168.63.129.16",
 ]
-SPELLED = ["2852039166", "169.254.43518", "0251.0376.0251.0376", "0xa9fea9fe", "169.254.169.254."]
+WIDE = "".join(chr(ord(each) + 0xFEE0) for each in "169.254.169.254")
+IDEOGRAPHIC = "169.254.169.254".replace(".", "\N{IDEOGRAPHIC FULL STOP}")
+CIRCLED = "169.254.169.25\N{CIRCLED DIGIT FOUR}"
+SPELLED = ["2852039166", "169.254.43518", "0251.0376.0251.0376", "0xa9fea9fe", "169.254.169.254.", WIDE, IDEOGRAPHIC,
+           CIRCLED, "\N{FULLWIDTH DIGIT TWO}852039166"]  # fmt: skip
 """Names to `ipaddress`, 169.254.169.254 to what connects."""
 FINE = ["10.0.0.1", "127.0.0.1", "169.253.1.1", "170.0.0.1", "192.168.1.1", "::1", "fd00::1", "fec0::1", "name", "",
         "64:ff9b::a00:1", "64:ff9b:1::a00:1", "64:ff9b:1:a00:0:100::", "2002:a00:1::1", "::10.0.0.1",
         "2001:db8::5efe:10.0.0.1", "2001:db8::a9fe:a9fe", "fd00:ec2::253"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", [WIDE, IDEOGRAPHIC, CIRCLED])
+def test_clients_read_other_widths_as_digits(host: str) -> None:
+    """And ask no resolver then: aiohttp takes the address as it is."""
+    assert URL(f"http://{host}:8000").host == "169.254.169.254"
 
 
 @pytest.mark.parametrize(("address", "expected"), [(a, True) for a in NEVER + SPELLED] + [(a, False) for a in FINE])
