@@ -96,8 +96,8 @@ class DataPlaneProcess(Gateway):
             return
         self.listeners.append(self._entrance)
         await self._entrance.start()
-        if self.config.gateway.http == "fast" and self.certificate is None:
-            self._taking = Taking(self._taken, self._shared[0].adopt)
+        # Also where it could give none itself: a restart may change how clients are spoken to.
+        self._taking = Taking(self._taken, self._shared[0].adopt if self.certificate is None else _close)
 
     async def settled(self) -> None:
         """Until it knows what there is to know: all workers were asked, and the index is there."""
@@ -174,3 +174,8 @@ class DataPlaneProcess(Gateway):
         except (aiohttp.ClientError, TimeoutError, OSError):
             message = "The metrics of the other processes cannot be had now. Ask again."
             raise ApiError(503, message, code="processes_unreachable", retry_after_s=1.0) from None
+
+
+def _close(connection: socket.socket) -> None:
+    """One without TLS, which is not spoken here: its client makes another, and is told what is wrong with it."""
+    connection.close()

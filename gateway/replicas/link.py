@@ -172,9 +172,11 @@ def _host(place: str, usual_port: int) -> tuple[str, int]:
 
 
 class Link:
-    """How one task gets on with Redis. `name` is what it does, for people."""
+    """How one task gets on with Redis. `name` is what it does, for people. `patience`: so many attempts may find nobody
+    there before that is in the log, where what is asked is started, and replaced, beside this process.
+    """
 
-    def __init__(self, name: str, mode: str, failed: Callable[[str], None]) -> None:
+    def __init__(self, name: str, mode: str, failed: Callable[[str], None], patience: int = 0) -> None:
         self.name = name
         self.is_up = False
         self.problem: str | None = None
@@ -182,11 +184,15 @@ class Link:
         self._mode = mode
         self._failed = failed
         self._wait_s = 0.0
+        self._patience = self._left = patience
+        self._told: str | None = None
+        """The kind of the failure that is in the log."""
 
     def works(self) -> None:
-        if self.problem is not None:
+        if self._told is not None:
             _log.info("%s works again", self.name)
-        self.is_up, self.problem, self._wait_s = True, None, 0.0
+        self.is_up, self.problem, self._told, self._wait_s = True, None, None, 0.0
+        self._left = self._patience
 
     def fails(self, exc: Exception, rng: random.Random) -> float:
         """Take it in; how long to wait before the next attempt, in seconds."""
@@ -194,8 +200,12 @@ class Link:
         self._failed(kind)
         if kind == "misread":
             _log.error("%s: unexpected; going on", self.name, exc_info=exc)
-        elif kind != self.problem:
+            self._told = kind
+        elif kind == "unreachable" and self._left:
+            self._left -= 1
+        elif kind != self._told:
             _log.warning("%s fails: %s", self.name, FAILURES[kind].partition(":")[0])
+            self._told = kind
         self.is_up, self.problem = False, kind
         self._wait_s = min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, 2 * self._wait_s))
         return self._wait_s * rng.uniform(0.5, 1.0)

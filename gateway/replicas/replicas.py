@@ -34,6 +34,8 @@ _LONGEST_WAIT_S = 30.0
 """So long at most the events of a worker are not followed because others are read before it. To replay them all, as is
 done then, takes longer where so many wait.
 """
+_HUB_PATIENCE = 4
+"""So many attempts, over 2 to 4 s, may find no hub: it starts beside its processes, and is succeeded by another."""
 _HUB_FAILURES = {
     "unreachable": "no connection: it is started again by itself; the log says why it ended",
     "slow": "no answer in a second: the machine, or its core, has too much to do",
@@ -72,8 +74,9 @@ class Replicas:
         self.reader = Reader(
             self.writer, keys, planner, stored, self.counts, ttl_s=config.ttl_s, op_timeout_s=self._op_timeout_s
         )
-        self._telling = Link("telling other replicas", config.mode, self.counts.failed)
-        self._hearing = Link("hearing other replicas", config.mode, self.counts.failed)
+        patience = 0 if hub is None else _HUB_PATIENCE
+        self._telling = Link("telling other replicas", config.mode, self.counts.failed, patience)
+        self._hearing = Link("hearing other replicas", config.mode, self.counts.failed, patience)
         self._keeping = Link("keeping what is cached where for replicas that start", config.mode, self.counts.failed)
         self.snapshots = None if ingest is None else Snapshots(self.writer, keys, ingest, self.counts)
         """None where an indexer follows the engines, which has its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import ssl
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import trustme
 
 from bench.engine.server import FakeVllm
 from tests.support.auth import bearer, made, write_keys
@@ -214,6 +216,44 @@ async def test_connections_that_cannot_be_given_away_bring_their_last_request() 
         await load.more(30)
         assert load.broken == 0
         assert set(load.statuses) == {200}
+
+
+async def test_idle_connections_go_on_with_a_server_of_the_other_kind(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(json.dumps({"gateway": {"http": "fast"}}))
+    async with Processes(2, f"--config={file}") as them:
+        clients = [await RawClient.of(them) for _ in range(6)]
+        for i, client in enumerate(clients):
+            assert await client.complete(prompt(i)) == 200
+        file.write_text(json.dumps({"gateway": {"http": "aiohttp"}}))
+        await restarted(them)
+        await them.all_ready()  # Who went has given them all away by then.
+        for i, client in enumerate(clients):
+            assert await client.complete(prompt(i)) == 200
+            await client.close()
+
+
+async def test_idle_connections_without_tls_end_where_it_is_spoken_from_now_on(tmp_path: Path) -> None:
+    file, cert, key = (tmp_path / name for name in ("gateway.yaml", "cert.pem", "key.pem"))
+    ca = trustme.CA()
+    leaf = ca.issue_cert("127.0.0.1")
+    cert.write_bytes(b"".join(each.bytes() for each in leaf.cert_chain_pems))
+    leaf.private_key_pem.write_to_path(str(key))
+    trusting = ssl.create_default_context()
+    ca.configure_trust(trusting)
+    file.write_text(json.dumps({}))
+    async with Processes(2, f"--config={file}") as them:
+        clients = [await RawClient.of(them) for _ in range(6)]
+        for i, client in enumerate(clients):
+            assert await client.complete(prompt(i)) == 200
+        file.write_text(json.dumps({"tls": {"cert": str(cert), "key": str(key)}}))
+        await restarted(them)
+        for client in clients:
+            await client.ended()
+            await client.close()
+        url = them.url.replace("http:", "https:") + "/readyz"
+        async with aiohttp.ClientSession() as http, http.get(url, ssl=trusting) as answer:
+            assert answer.status == 200
 
 
 async def test_with_redis_they_are_replicas_there() -> None:

@@ -235,6 +235,11 @@ class RawClient:
             await self._reader.readexactly(int(length[1]))
         return int(told.split()[1])
 
+    async def ended(self) -> None:
+        """Once the other side has ended it, without a further word."""
+        async with asyncio.timeout(DEADLINE_S):
+            assert await self._reader.read() == b""
+
     async def close(self) -> None:
         self._writer.close()
         with suppress(OSError):

@@ -147,6 +147,29 @@ def test_attempts_get_rarer_and_begin_anew() -> None:
     assert counted == ["unreachable"] * 9
 
 
+def test_what_starts_at_the_same_time_may_not_be_there_yet(caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(1)
+
+    def logged(*happens: Exception | None) -> list[str]:
+        link = Link("testing", "single", lambda kind: None, patience=2)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="gateway.replicas.link"):
+            for exc in happens:
+                link.works() if exc is None else link.fails(exc, rng)
+        return [record.getMessage() for record in caplog.records]
+
+    absent, slow = exceptions.ConnectionError(), exceptions.TimeoutError()
+    fails, works = "testing fails: no connection", "testing works again"
+    assert logged(absent, absent, None) == []
+    assert logged(absent, absent, absent, absent, None) == [fails, works]
+    assert logged(None, absent, absent, None, absent, None) == []
+    assert logged(None, absent, absent, absent, None, absent) == [fails, works]
+    assert logged(absent, slow, None) == ["testing fails: no answer in redis.op_timeout_ms", works]
+    unseen = Link("testing", "single", lambda kind: None, patience=2)
+    unseen.fails(absent, rng)
+    assert unseen.problem == "unreachable", "it is told where it is asked"
+
+
 @pytest.mark.parametrize(
     "config",
     [
