@@ -121,7 +121,7 @@ async def test_the_tenant_is_the_name_in_the_certificate_whatever_a_header_says(
     pki: Pki, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CACHE_SALT_SECRET", "s" * 32)
-    alice, bob = (pki.clients.issue(name, common_name=name) for name in ("alice", "bob"))
+    alice, bob = (pki.clients.issue(name, f"{name}.example", common_name=name) for name in ("alice", "bob"))
     nobody = pki.clients.issue("nobody", "host.example")
     tenancy = TenancyConfig(certificate=True, salt="derive", header="x-tenant", required=True)
     async with FakeVllm(engine()) as fake:
