@@ -74,10 +74,10 @@ def with_member(raw: bytes, name: str, value: bytes) -> bytes:
     fields = split(raw)
     quoted = b'"%b"' % name.encode()
     if name not in fields:
-        end = raw.rindex(b"}")
-        return raw[:end] + (b"," if fields else b"") + quoted + b":" + value + raw[end:]
-    place = _place(raw, fields, name)
-    if place is not None:
+        if json.detect_encoding(raw).startswith("utf-8"):
+            end = raw.rindex(b"}")
+            return raw[:end] + (b"," if fields else b"") + quoted + b":" + value + raw[end:]
+    elif (place := _place(raw, fields, name)) is not None:
         return raw[: place[0]] + value + raw[place[1] :]
     fields[name] = msgspec.Raw(value)
     return join(fields)

@@ -122,3 +122,11 @@ def test_a_change_of_protocols_is_no_answer_and_no_unexpected_error() -> None:
         assert (worker.freed, worker.lost) == ([], [worker.wire])
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32", "utf-8-sig"])
+@pytest.mark.parametrize("text", ["{}", '{"model": "a"}'])
+def test_a_member_is_added_to_objects_of_every_encoding(text: str, encoding: str) -> None:
+    """Bytes of ours among wider ones made it what nobody can read."""
+    changed = with_member(text.encode(encoding), "cache_salt", b'"s"')
+    assert json.loads(changed) == {**json.loads(text), "cache_salt": "s"}

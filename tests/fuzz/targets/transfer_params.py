@@ -16,6 +16,7 @@ _OF_FIVE = _PD["prefill_of_5_tokens"]
 
 SEEDS = [
     *(bytes([_KINDS.index(kind)]) + json.dumps(answer).encode() for kind, answer in _PD["prefill"].items()),
+    b"\1" + "{}".encode("utf-16-be"),
     *(
         bytes([i]) + json.dumps({"kv_transfer_params": _OF_FIVE, "usage": {"prompt_tokens": 40}}).encode()
         for i in range(len(_KINDS))
