@@ -15,15 +15,18 @@ from dataclasses import dataclass, field
 _SERVICES = ("pypi", "osv")
 """Asked in this order, until one knows the packages."""
 _LONGEST_S = 60
+_OF_PYTHON = frozenset({"pip", "setuptools"})
+"""What a new venv brings along: as old as the Python that made it, and nothing that is installed for our users."""
 
 
 @dataclass
 class Audit:
-    """`unchecked`: packages of which nothing is known, and why."""
+    """`unchecked`: packages of which nothing is known, and why; `aside`: what was found in `_OF_PYTHON`."""
 
     checked: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
     found: list[str] = field(default_factory=list)
+    aside: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
@@ -31,6 +34,7 @@ class Audit:
 
     def lines(self) -> list[str]:
         out = [f"audit: VULNERABLE: {each}" for each in self.found]
+        out += [f"audit: this venv's own, python -m pip install --upgrade mends it: {each}" for each in self.aside]
         if self.unchecked:
             why = "; ".join(sorted(set(self.unchecked.values()))[:3])
             out.append(f"audit: NOT CHECKED for known vulnerabilities: {len(self.unchecked)} packages ({why})")
@@ -52,7 +56,8 @@ def read(report: str) -> Audit:
         audit.checked.append(name)
         for each in package["vulns"]:
             fixed = ", ".join(each.get("fix_versions", ())) or "no version yet"
-            audit.found.append(f"{name} {package['version']}: {each['id']}, fixed in {fixed}")
+            found = audit.aside if name in _OF_PYTHON else audit.found
+            found.append(f"{name} {package['version']}: {each['id']}, fixed in {fixed}")
     return audit
 
 

@@ -46,6 +46,12 @@ def test_a_vulnerability_fails_and_says_what_mends_it(audit: ModuleType) -> None
     assert read.lines()[0] == "audit: VULNERABLE: jinja2 3: PYSEC-1, fixed in 3.1"
 
 
+def test_what_a_venv_brings_along_is_told_and_fails_nothing(audit: ModuleType) -> None:
+    read = audit.read(report(CLEAN, {**BAD, "name": "pip", "version": "23.2.1"}))
+    assert read.exit_code == 0
+    assert "pip 23.2.1: PYSEC-1" in read.lines()[0]
+
+
 def test_what_the_service_does_not_know_is_not_told_as_clean(audit: ModuleType) -> None:
     read = audit.read(report(UNKNOWN, OURS))
     assert read.exit_code == 0
