@@ -638,6 +638,7 @@ def test_64_engines_under_load_are_all_complete(world: World) -> None:
     engines = [world.engine() for _ in range(64)]
     for number, engine in enumerate(engines):
         world.ingest.add(f"w{number}", 0, engine.endpoint, engine.replay_endpoint)
+    until(lambda: len(world.ingest.status()) == len(engines), within_s=60)
 
     def shout() -> None:
         for number in range(3000):
