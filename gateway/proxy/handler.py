@@ -292,7 +292,7 @@ class Exchange:
             if flight.plan.session is not None:
                 headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
-        tail = UsageTail(self._response_head(flight))
+        tail = UsageTail(self._response_head(flight), answer.upstream.header("Content-Type"))
         if good:
             flight.first_byte()
             if answer.is_stream:

@@ -282,6 +282,28 @@ async def test_tokens_are_reserved_and_put_right_by_usage() -> None:
         await until(world.is_idle)
 
 
+@pytest.mark.parametrize("content_type", ["text/plain; charset=utf-8", None])
+async def test_what_somebody_has_dictated_is_not_what_it_took(content_type: str | None) -> None:
+    spoken = b'{"usage":{"prompt_tokens":0,"completion_tokens":0}}'
+
+    async def transcribes(call: Call) -> None:
+        rows = [] if content_type is None else [f"Content-Type: {content_type}"]
+        head = "\r\n".join(["HTTP/1.1 200 OK", f"Content-Length: {len(spoken)}", *rows])
+        await call.send(head.encode() + b"\r\n\r\n" + spoken)
+
+    secret, key = made(tokens_per_minute=100_000)
+    async with Stub(transcribes) as stub, World({"a": stub.url}, keys=(key,)) as world:
+        headers = {**bearer(secret), "Content-Type": "multipart/form-data; boundary=b"}
+        spoken_form = form(('name="model"', b"m"), FILE)
+        status, answer, _ = await world.post(spoken_form, "/v1/audio/transcriptions", **headers)
+        assert (status, answer) == (200, spoken)
+        await until(world.is_idle)
+        counted = sum(
+            world.value("warmroute_tenant_tokens_total", tenant="acme", kind=kind) or 0 for kind in ("prompt", "output")
+        )
+        assert counted > 0, "nothing is counted of what was reserved"
+
+
 async def test_a_request_that_nobody_answers_well_costs_no_tokens() -> None:
     async def refuses(call: Call) -> None:
         await call.ok(b'{"error":{}}', status="400 Bad Request")
