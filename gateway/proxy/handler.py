@@ -182,6 +182,7 @@ class Exchange:
             self.headers,
             body,
             salted=self.route.queued,
+            takes_salt=self.route.takes_salt,
             anonymous=is_preflight,  # Browsers send preflights without the request's headers.
             authenticated=tenant,
         )

@@ -522,7 +522,8 @@ async def test_what_a_key_costs_a_request() -> None:
         assert (time.thread_time() - began_s) / 2000 < 300e-6
 
 
-SALTED = sorted(path for path, route in ROUTES.items() if route.queued and "POST" in route.methods)
+SALTLESS = ["/cohere/v2/chat", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v2/embed"]
+SALTED = sorted({path for path, route in ROUTES.items() if route.queued and "POST" in route.methods} - {*SALTLESS})
 
 
 @pytest.mark.parametrize("path", SALTED)
@@ -539,6 +540,20 @@ async def test_every_path_that_runs_the_model_has_the_salt_of_its_tenant(path: s
                 assert status == 400
         assert len(salts) == 2
         assert len(stub.calls) == 2
+
+
+@pytest.mark.parametrize("path", SALTLESS)
+async def test_a_path_on_which_engines_drop_the_salt_is_refused_where_tenants_have_one(path: str) -> None:
+    secret, key = made("a")
+    body = {**CHAT, "input": "x", "texts": ["x"]}
+    for salt, expected in (("derive", 400), ("off", 200)):
+        tenancy = TenancyConfig(salt=salt)  # type: ignore[arg-type]
+        async with Stub(ok) as stub, World({"a": stub.url}, keys=(key,), tenancy=tenancy) as world:
+            status, answer, _ = await world.post(body, path, **bearer(secret))
+            assert status == expected, answer
+            assert len(stub.calls) == (expected == 200)
+            if expected == 400:
+                assert b"not_salted" in answer
 
 
 async def test_a_preflight_needs_no_key_and_brings_nothing() -> None:
