@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import ssl
 import time
 from array import array
 from pathlib import Path
@@ -381,6 +382,80 @@ async def test_a_certificate_that_is_renewed_is_shown_to_whoever_connects_next(t
             while not await answers(new):  # noqa: ASYNC110 - the files are looked at when somebody connects
                 await asyncio.sleep(0.05)
         assert not await answers(old)
+
+
+async def test_whom_it_knows_its_clients_by_is_followed_like_its_certificate(tmp_path: Path) -> None:
+    ours, first, second = trustme.CA(), trustme.CA(), trustme.CA()
+    cert, key, ca = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "clients.pem"))
+
+    def renew() -> bytes:
+        pair = ours.issue_cert("127.0.0.1")
+        pair.private_key_pem.write_to_path(key)
+        pair.cert_chain_pems[0].write_to_path(cert)
+        return pair.cert_chain_pems[0].bytes()
+
+    def shown(authority: trustme.CA) -> grpc.ChannelCredentials:
+        client = authority.issue_cert("client.example")
+        return grpc.ssl_channel_credentials(
+            ours.cert_pem.bytes(), client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
+        )
+
+    async def answers(credentials: grpc.ChannelCredentials) -> bool:
+        try:
+            await ask(address(indexer), "Stats", pb.StatsRequest(), credentials)
+        except grpc.aio.AioRpcError as exc:
+            assert exc.code() is grpc.StatusCode.UNAVAILABLE  # noqa: PT017 - what else is a fault
+            return False
+        return True
+
+    def served() -> str:
+        """Shown before it asks for the client's, which this one has not."""
+        return ssl.get_server_certificate(("127.0.0.1", indexer.server.port), timeout=60)
+
+    def trust(*authorities: trustme.CA) -> None:
+        Path(ca).write_bytes(b"".join(each.cert_pem.bytes() for each in authorities))
+
+    def renew_without_ca() -> str:
+        Path(ca).unlink()
+        return renew().decode()
+
+    renew()
+    trust()
+    async with Fleet(a=engine()) as fleet:
+        with pytest.raises(UserError, match=r"clients\.pem"):
+            await fleet.indexer(tls=TlsConfig(cert=cert, key=key), client_ca=ca)
+        trust(first)
+        indexer = await fleet.indexer(tls=TlsConfig(cert=cert, key=key), client_ca=ca)
+        assert await answers(shown(first))
+        assert not await answers(shown(second))
+        renewed = renew_without_ca()
+        assert await answers(shown(first))  # The last good ones.
+        trust(first, second)
+        async with asyncio.timeout(60):
+            while not await answers(shown(second)):  # noqa: ASYNC110 - the files are looked at when somebody connects
+                await asyncio.sleep(0.05)
+        assert await answers(shown(first))
+        assert (await asyncio.to_thread(served)).split() == renewed.split()
+
+
+def test_certificates_and_token_for_an_indexer_are_read_again_for_each_connection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = trustme.CA()
+    ca, token = tmp_path / "ca.pem", tmp_path / "token"
+    authority.cert_pem.write_to_path(str(ca))
+    token.write_text("t" * 20)
+    config = IndexServiceConfig(addresses=("a:1",), tls=True, ca=str(ca), token_file=str(token))
+    addresses = Addresses(config, random.Random(1))
+    first = addresses.credentials()
+    token.write_text("u" * 20)
+    assert addresses.credentials() is not first
+    assert addresses.metadata == (("authorization", "Bearer " + "u" * 20),)
+    token.write_text("short")
+    for _ in range(3):
+        assert addresses.credentials() is not None
+    assert addresses.metadata == (("authorization", "Bearer " + "u" * 20),)
+    assert caplog.text.count("the last good certificates and token") == 1
 
 
 async def test_an_indexer_that_goes_down_sends_its_watchers_away_first() -> None:
