@@ -15,6 +15,7 @@ import grpc
 import pytest
 import trustme
 
+from gateway import rpc
 from gateway.config.schema import EppConfig, IndexConfig, IndexServiceConfig, TlsConfig
 from gateway.epp.run import Epp
 from gateway.errors import UserError
@@ -638,3 +639,62 @@ async def test_of_too_many_calls_the_last_is_turned_away(monkeypatch: pytest.Mon
         gateway = await fleet.gateway(address(indexer))
         await until(lambda: gateway.core.link.is_live)
         assert await refused(address(indexer), "Match", REQUESTS["Match"]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def endless(it: grpc.aio.Channel, method: str, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
+    """What becomes of a call that says nothing and does not end."""
+    forever = asyncio.Event()
+
+    async def nothing():
+        await forever.wait()
+        yield b""
+
+    call = it.stream_unary(method, lambda raw: raw, lambda raw: raw)(nothing(), metadata=metadata)
+    try:
+        return await call.code()
+    finally:
+        call.cancel()
+
+
+@pytest.mark.parametrize("method", [f"/{SERVICE}/Match", f"/{SERVICE}/Watch", "/grpc.health.v1.Health/Check"])
+async def test_strangers_whose_calls_do_not_end_take_nobodys_place(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "t" * 20
+    monkeypatch.setenv("WARMROUTE_INDEXER_TOKEN", token)
+    monkeypatch.setattr(server, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(server, "MOST_MATCHES", 1)
+    monkeypatch.setattr(rpc, "_QUESTION_S", 3600.0)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        async with channel(address(indexer)) as it:
+            calls = [asyncio.create_task(endless(it, method, ())) for _ in range(8)]
+            if SERVICE in method:
+                assert {await call for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+                assert indexer.server.counts.unauthenticated == 8
+            gateway = await fleet.gateway(address(indexer))
+            await until(lambda: gateway.core.link.is_live)
+            assert indexer.server.counts.turned_away == 0
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.mark.parametrize("method", [f"/{SERVICE}/Match", f"/{SERVICE}/Watch", "/grpc.health.v1.Health/Check"])
+async def test_a_question_that_does_not_come_is_not_waited_for(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_QUESTION_S", 0.1)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        async with channel(address(indexer)) as it:
+            assert await asyncio.wait_for(endless(it, method, ()), 60) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("method", [*REQUESTS, "Check"])
+async def test_a_message_that_is_none_is_said_to_be_none(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = "/grpc.health.v1.Health/Check" if method == "Check" else f"/{SERVICE}/{method}"
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        async with channel(address(indexer)) as it:
+            call = it.unary_stream(path, lambda raw: raw, lambda raw: raw)(b"\xff\xff\xff", timeout=60)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "DecodeError" not in caplog.text
