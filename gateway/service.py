@@ -9,8 +9,8 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, Self
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -39,7 +39,7 @@ from gateway.proxy.workers import WorkersPage
 from gateway.reload import KeyPath, Reloading, Source, with_keys
 from gateway.siblings import Siblings
 from gateway.sidecar.hints import HintReader, no_hints
-from gateway.tls import admin_certificate, client_context, serving_certificate
+from gateway.tls import ServingCertificate, TrustOfWorkers, admin_certificate, client_context, serving_certificate
 from gateway.tracing.start import start as start_tracing
 
 _log = logging.getLogger(__name__)
@@ -173,9 +173,11 @@ class Service:
         self.certificate = serving_certificate(config.tls)
         if core.keys is not None:
             core.others_degraded.append(core.keys.degraded)
+        core.others_degraded.append(self._certificates_rejected)
         self._upkeep: asyncio.Task[None] | None = None
         self._reloading: Reloading | None = None
         self._renewals: set[asyncio.Task[None]] = set()
+        """Of workers and certificates, under way."""
 
     def listen(self, host: str, port: int) -> None:
         """The data plane there, with TLS if there is a certificate."""
@@ -251,6 +253,21 @@ class Service:
         if self.tracing is not None and (problem := self.tracing.problem) is not None:
             yield "traces_lost", problem
 
+    def _certificates_rejected(self) -> Iterator[tuple[str, str]]:
+        for each in self._certificates():
+            if each.problem is not None:
+                yield "certificate_rejected", f"the last good {each.what} is in force: {each.problem}"
+
+    def _certificates(self) -> Iterator[ServingCertificate | TrustOfWorkers]:
+        for each in (self.certificate, self._admin_certificate, self.core.trust_of_workers):
+            if each is not None:
+                yield each
+
+    async def _renew_certificates(self, *, at_once: bool = False) -> None:
+        for each in self._certificates():
+            if await asyncio.to_thread(each.look, at_once=at_once):
+                each.take()
+
     def discoveries(self) -> list[Discovery]:
         """Where its workers come from. Raises UserError."""
         raise NotImplementedError
@@ -274,9 +291,20 @@ class Service:
         self.plane.max_concurrency = config.gateway.max_concurrency
         if ("logging", "level") in changed:
             self.log_level.set(config.logging.level)
-        task = asyncio.get_running_loop().create_task(self.core.take_all(renewed), name="workers renewed")
+        self._renew(self.core.take_all(renewed), "workers renewed")
+
+    def _renew(self, renewal: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(renewal, name=name)
         self._renewals.add(task)
         task.add_done_callback(self._renewals.discard)
+
+    def reload(self) -> None:
+        """Somebody says that files have changed: they are read at once."""
+        if self._reloading is not None:
+            self._reloading.reload()
+        if self.core.keys is not None:
+            self.core.keys.reload()
+        self._renew(self._renew_certificates(at_once=True), "certificates renewed")
 
     def upkeep(self) -> None:
         """Called every few seconds; a face's own chores."""
@@ -285,9 +313,7 @@ class Service:
         while True:
             await asyncio.sleep(_UPKEEP_S)
             try:
-                for each in (self.certificate, self._admin_certificate, self.core.trust_of_workers):
-                    if each is not None and await asyncio.to_thread(each.look):
-                        each.take()
+                await self._renew_certificates()
                 if self._reloading is not None:
                     await self._reloading.look()
                 if self.core.keys is not None:
@@ -412,7 +438,7 @@ def serve_config(face: Callable[[Config], Service], config: Config, source: Sour
 
 
 async def serve(face: Callable[[Config], Service], config: Config, source: Source) -> int:
-    """Until SIGTERM or SIGINT, then drain; a second signal cuts at once. SIGHUP reads `source` again."""
+    """Until SIGTERM or SIGINT, then drain; a second signal cuts at once. SIGHUP: see `reload`."""
     loop = asyncio.get_running_loop()
     stop, cut = asyncio.Event(), asyncio.Event()
 
@@ -422,14 +448,8 @@ async def serve(face: Callable[[Config], Service], config: Config, source: Sourc
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     async with face(config) as service:
-        reloading = service.follow_config(config, source)
-
-        def on_hangup() -> None:
-            reloading.reload()
-            if service.core.keys is not None:
-                service.core.keys.reload()
-
-        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        service.follow_config(config, source)
+        loop.add_signal_handler(signal.SIGHUP, service.reload)
         await stop.wait()
         timeout_s = service.config.gateway.drain_timeout_s
         _log.info("draining for up to %g s", timeout_s)
