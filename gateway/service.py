@@ -45,9 +45,10 @@ from gateway.tracing.start import start as start_tracing
 _log = logging.getLogger(__name__)
 
 
-_SWITCH_INTERVAL_S = 0.0005
-"""How long the event and tokenizer threads may hold up the loop; measured with 12.5k event batches/s, this takes the
-p99 of a decision from 1.2 ms to 0.7 ms.
+_SWITCH_INTERVAL_S = 0.0001
+"""How long a thread that takes in events or makes tokens may hold up the loop. Beside 100,000 blocks/s stored and as
+many removed 0.1 ms takes the loop's p99 lateness to 1.1 ms, where 0.5 leaves it at 2.9; with 0.05 the thread falls
+behind.
 """
 _GC_THRESHOLDS = (20_000, 20, 50)
 """Requests leave no cycles behind; the collector need not look after each few."""
@@ -101,6 +102,7 @@ class Service:
         self.plane = DataPlane(
             Parts(
                 planner=core.planner,
+                right_of_way=core.right_of_way,
                 reader=core.reader,
                 upstreams=core.upstreams,
                 health=core.health,

@@ -239,7 +239,7 @@ class Watched:
             keep_local=facts.keep_local or PdReason.PLAN,
         )
         try:
-            plan = parts.planner.plan(facts, None, time.monotonic(), parts.rng)
+            plan = parts.plan(facts, None)
         except (ModelNotFound, NoWorker):
             return
         self._flight = steps.taken_off(parts, facts, plan)

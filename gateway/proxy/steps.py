@@ -188,7 +188,7 @@ def booked(parts: Parts, facts: RequestFacts) -> Plan:
     """Where it goes. Raises ApiError."""
     try:
         available = parts.available.names_for(facts.subset)
-        plan = parts.planner.plan(facts, available, time.monotonic(), parts.rng)
+        plan = parts.plan(facts, available)
     except ModelNotFound as exc:
         parts.metrics.rejected("model_not_found")
         raise errors.model_not_found(exc.model) from None
