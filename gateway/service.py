@@ -9,8 +9,8 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, Self
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -173,7 +173,7 @@ class Service:
             core.others_degraded.append(core.keys.degraded)
         self._upkeep: asyncio.Task[None] | None = None
         self._reloading: Reloading | None = None
-        self._renewals: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def listen(self, host: str, port: int) -> None:
         """The data plane there, with TLS if there is a certificate."""
@@ -231,7 +231,7 @@ class Service:
         self.core.queue.close()  # Who still waits is answered instead of cut.
         self.core.recorder.end(_GOING_DOWN)
         self.faces.stream.end()
-        tasks = [*self._renewals, *filter(None, [self._upkeep])]
+        tasks = [*self._tasks, *filter(None, [self._upkeep])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -272,9 +272,13 @@ class Service:
         self.plane.max_concurrency = config.gateway.max_concurrency
         if ("logging", "level") in changed:
             self.log_level.set(config.logging.level)
-        task = asyncio.get_running_loop().create_task(self.core.take_all(renewed), name="workers renewed")
-        self._renewals.add(task)
-        task.add_done_callback(self._renewals.discard)
+        self.soon(self.core.take_all(renewed))
+
+    def soon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` in a task, which ends with the service at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def upkeep(self) -> None:
         """Called every few seconds; a face's own chores."""
@@ -423,7 +427,7 @@ async def serve(face: Callable[[Config], Service], config: Config, source: Sourc
         reloading = service.follow_config(config, source)
 
         def on_hangup() -> None:
-            reloading.reload()
+            service.soon(reloading.reload())
             if service.core.keys is not None:
                 service.core.keys.reload()
 

@@ -174,7 +174,7 @@ def _follow(life: _Life, service: DataPlaneProcess | HubProcess, config: Config,
     reloading = service.follow_config(config, source)
 
     def reload() -> None:
-        reloading.reload()
+        service.soon(reloading.reload())
         if service.core.keys is not None:
             service.core.keys.reload()
 
