@@ -176,8 +176,9 @@ class Service:
         core.others_degraded.append(self._certificates_rejected)
         self._upkeep: asyncio.Task[None] | None = None
         self._reloading: Reloading | None = None
-        self._renewals: set[asyncio.Task[None]] = set()
-        """Of workers and certificates, under way."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Workers, certificates and configurations being renewed."""
+        """Of workers, certificates and configuration, under way."""
 
     def listen(self, host: str, port: int) -> None:
         """The data plane there, with TLS if there is a certificate."""
@@ -235,7 +236,7 @@ class Service:
         self.core.queue.close()  # Who still waits is answered instead of cut.
         self.core.recorder.end(_GOING_DOWN)
         self.faces.stream.end()
-        tasks = [*self._renewals, *filter(None, [self._upkeep])]
+        tasks = [*self._tasks, *filter(None, [self._upkeep])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -291,20 +292,21 @@ class Service:
         self.plane.max_concurrency = config.gateway.max_concurrency
         if ("logging", "level") in changed:
             self.log_level.set(config.logging.level)
-        self._renew(self.core.take_all(renewed), "workers renewed")
+        self.soon(self.core.take_all(renewed))
 
-    def _renew(self, renewal: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(renewal, name=name)
-        self._renewals.add(task)
-        task.add_done_callback(self._renewals.discard)
+    def soon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` in a task, which ends with the service at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def reload(self) -> None:
         """Somebody says that files have changed: they are read at once."""
         if self._reloading is not None:
-            self._reloading.reload()
+            self.soon(self._reloading.reload())
         if self.core.keys is not None:
             self.core.keys.reload()
-        self._renew(self._renew_certificates(at_once=True), "certificates renewed")
+        self.soon(self._renew_certificates(at_once=True))
 
     def upkeep(self) -> None:
         """Called every few seconds; a face's own chores."""
