@@ -9,6 +9,7 @@ import os
 import signal
 import ssl
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -53,6 +54,7 @@ behind.
 _GC_THRESHOLDS = (20_000, 20, 50)
 """Requests leave no cycles behind; the collector need not look after each few."""
 _UPKEEP_S = 5.0
+_LOOK_S = 0.05
 _GOING_DOWN = "the gateway is going down"
 
 
@@ -224,13 +226,28 @@ class Service:
         _log.info("serving on %s, admin on %s", ", ".join(server.url for server in self.listeners), self._admin.url)
 
     async def drain(self, timeout_s: float) -> int:
-        """Stop accepting and wait for what runs; returns how many requests are left."""
+        """Stop accepting and wait for what runs, and for heads that are half there; returns how many requests are left.
+        Heads that are not there by then are answered 503.
+        """
         self.plane.draining = True
         for server in self.listeners:
             await server.stop_accepting()
-        left = await self.plane.drain(timeout_s)
+        until_s = time.monotonic() + timeout_s
+        while True:
+            while self._awaits_heads and time.monotonic() < until_s:  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(0)  # A request whose head has just come is counted from its task's first step on.
+            left = await self.plane.drain(max(0.0, until_s - time.monotonic()))
+            if not self._awaits_heads or time.monotonic() >= until_s:
+                break
+        for server in self.listeners:
+            server.refuse_heads()
         self.core.recorder.end(_GOING_DOWN)
         return left
+
+    @property
+    def _awaits_heads(self) -> bool:
+        return any(server.n_heads for server in self.listeners)
 
     async def close(self) -> None:
         self.core.queue.close()  # Who still waits is answered instead of cut.
