@@ -20,6 +20,7 @@ from gateway.indexservice.followed import Followed
 from gateway.indexservice.server import SERVICE
 from gateway.indexservice.wire import WireError, change_of, section_changes, status_of
 from gateway.pb import indexer_pb2 as pb
+from gateway.right_of_way import RightOfWay
 from indexer import Change, Holder, Replica
 from scorer.types import RequestFacts
 
@@ -45,9 +46,18 @@ class _Broken(Exception):
 class ReplicaLink(Followed):
     """An `Intake` whose workers an indexer knows. `on_news` and `on_clear` are called from its thread."""
 
-    def __init__(self, addresses: Addresses, replica: Replica, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        addresses: Addresses,
+        replica: Replica,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        right_of_way: RightOfWay | None = None,
+    ) -> None:
+        """Before each change that is taken in, the thread gives way to who has the `right_of_way`."""
         super().__init__(addresses, now)
         self._replica = replica
+        self._right_of_way = right_of_way or RightOfWay()
         self._feeds: dict[Holder, pb.Feed] = {}
         self._heard_s: dict[Holder, float] = {}
         self._instance = ""
@@ -225,11 +235,13 @@ class ReplicaLink(Followed):
         if update.HasField("begin"):
             self._begin(update.begin)
         for section in update.sections:
+            self._right_of_way.give()
             self._section(section)
         for delta in update.deltas:
             if delta.sequence != self.sequence + 1:
                 raise _Broken("gaps", f"delta {delta.sequence} came after {self.sequence}")
             for change in delta.changes:
+                self._right_of_way.give()
                 self._change(change)
             self.sequence = delta.sequence
         if update.HasField("end"):

@@ -187,3 +187,22 @@ async def test_a_copy_that_is_busy_taking_in_what_was_said_does_not_take_its_ind
         follower.status()  # Now it is silent.
         await until(lambda: follower.counters().get("copy_lost", 0) == 1)
         done.set()
+
+
+async def test_it_gives_way_before_each_section_and_each_change() -> None:
+    given: list[int] = []
+
+    async def script(request: pb.WatchRequest) -> AsyncIterator[pb.Update]:
+        yield pb.Update(begin=pb.Begin(instance="run", sequence=7))
+        yield pb.Update(sections=[section("a", 1), section("b", 1, 2)])
+        yield pb.Update(end=pb.End(sequence=7))
+        change = pb.Change(worker="a", cleared=True)
+        yield pb.Update(deltas=[pb.Delta(sequence=8, changes=[change, change])])
+        await asyncio.Event().wait()
+
+    def watched(follower: ReplicaLink) -> None:
+        follower._right_of_way.give = lambda: given.append(follower.sequence)  # type: ignore[method-assign]
+
+    async with copy_of(script, watched) as (_, follower):
+        await until(lambda: follower.sequence == 8)
+        assert given == [7] * 4
