@@ -174,13 +174,21 @@ def test_what_the_user_can_put_right_is_one_line(
         ("t.jsonl", '{"timestamp": 1}\n', "line 1.*a trace is JSON lines with timestamp"),
         ("t.csv", "a,b\n1,2\n", "line 2: not a request"),
         ("t.csv", "\x00\x01", "holds 0 requests"),
+        ("t.gz", "\x1f\x8b\x08\x00", "is compressed; unpack it first"),
+        ("t.json", '[{"timestamp": 1, "input_length": 5}]', "one JSON array; a trace has one JSON object a line"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, text: str, why: str) -> None:
     file = tmp_path / name
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(InputError, match=why):
         read_trace(file)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path) -> None:
+    file, plain = tmp_path / "marked.jsonl", DATA / "mooncake_conversation.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert read_trace(file).rows == read_trace(plain).rows
 
 
 @pytest.mark.parametrize("last_ms", [3e10, 1.7e308])
