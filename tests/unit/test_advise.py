@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -19,6 +20,7 @@ from bench.advise.gpu import GPUS
 from bench.advise.splits import Fleet, Outcome, candidates
 from bench.advise.traffic import Traffic, read_trace
 from bench.advise.verdict import judge
+from bench.plots import blank
 from bench.sim.workloads.traces import Row
 from gateway import cli
 
@@ -220,6 +222,23 @@ def test_a_plot_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert advise(config, trace, "--servers", "1", "--requests", "20", "--plot", str(tmp_path / "x.doc")) == 1
     assert "no plot: --plot" in capsys.readouterr().err
+
+
+def test_labels_of_a_plot_do_not_lie_upon_each_other(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr("bench.advise.plot.blank", lambda *size: drawn.append(blank(*size)) or drawn[0])
+    more = ("--servers", "2", "--requests", "20", "--slo-ttft-ms", "4000", "--plot", str(tmp_path / "x.png"))
+    assert advise(config, DATA / "azure_conv.csv", *more) == 0
+    for axes in drawn[0].axes:
+        low, high = axes.get_ylim()
+        ticks = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
+        shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+        boxes = sorted((label.get_window_extent() for label in shown), key=lambda box: box.y0)
+        assert len(boxes) >= 2
+        assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
 
 
 def test_a_plot_that_cannot_be_written_costs_no_answer(
