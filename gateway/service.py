@@ -9,6 +9,7 @@ import os
 import signal
 import ssl
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -53,6 +54,7 @@ behind.
 _GC_THRESHOLDS = (20_000, 20, 50)
 """Requests leave no cycles behind; the collector need not look after each few."""
 _UPKEEP_S = 5.0
+_LOOK_S = 0.05
 _GOING_DOWN = "the gateway is going down"
 
 
@@ -176,8 +178,9 @@ class Service:
         core.others_degraded.append(self._certificates_rejected)
         self._upkeep: asyncio.Task[None] | None = None
         self._reloading: Reloading | None = None
-        self._renewals: set[asyncio.Task[None]] = set()
-        """Of workers and certificates, under way."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Workers, certificates and configurations being renewed."""
+        """Of workers, certificates and configuration, under way."""
 
     def listen(self, host: str, port: int) -> None:
         """The data plane there, with TLS if there is a certificate."""
@@ -223,19 +226,34 @@ class Service:
         _log.info("serving on %s, admin on %s", ", ".join(server.url for server in self.listeners), self._admin.url)
 
     async def drain(self, timeout_s: float) -> int:
-        """Stop accepting and wait for what runs; returns how many requests are left."""
+        """Stop accepting and wait for what runs, and for heads that are half there; returns how many requests are left.
+        Heads that are not there by then are answered 503.
+        """
         self.plane.draining = True
         for server in self.listeners:
             await server.stop_accepting()
-        left = await self.plane.drain(timeout_s)
+        until_s = time.monotonic() + timeout_s
+        while True:
+            while self._awaits_heads and time.monotonic() < until_s:  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(0)  # A request whose head has just come is counted from its task's first step on.
+            left = await self.plane.drain(max(0.0, until_s - time.monotonic()))
+            if not self._awaits_heads or time.monotonic() >= until_s:
+                break
+        for server in self.listeners:
+            server.refuse_heads()
         self.core.recorder.end(_GOING_DOWN)
         return left
+
+    @property
+    def _awaits_heads(self) -> bool:
+        return any(server.n_heads for server in self.listeners)
 
     async def close(self) -> None:
         self.core.queue.close()  # Who still waits is answered instead of cut.
         self.core.recorder.end(_GOING_DOWN)
         self.faces.stream.end()
-        tasks = [*self._renewals, *filter(None, [self._upkeep])]
+        tasks = [*self._tasks, *filter(None, [self._upkeep])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -291,20 +309,21 @@ class Service:
         self.plane.max_concurrency = config.gateway.max_concurrency
         if ("logging", "level") in changed:
             self.log_level.set(config.logging.level)
-        self._renew(self.core.take_all(renewed), "workers renewed")
+        self.soon(self.core.take_all(renewed))
 
-    def _renew(self, renewal: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(renewal, name=name)
-        self._renewals.add(task)
-        task.add_done_callback(self._renewals.discard)
+    def soon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` in a task, which ends with the service at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def reload(self) -> None:
         """Somebody says that files have changed: they are read at once."""
         if self._reloading is not None:
-            self._reloading.reload()
+            self.soon(self._reloading.reload())
         if self.core.keys is not None:
             self.core.keys.reload()
-        self._renew(self._renew_certificates(at_once=True), "certificates renewed")
+        self.soon(self._renew_certificates(at_once=True))
 
     def upkeep(self) -> None:
         """Called every few seconds; a face's own chores."""
