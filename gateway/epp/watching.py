@@ -121,7 +121,8 @@ class Watched:
             self._flight.lost_sight()  # Either side may be silent for as long as it likes.
             self._first = True
         if self._flight is not None:
-            self._tail = UsageTail(steps.response_head(self._parts, self._flight) if self._keeps else None)
+            head = steps.response_head(self._parts, self._flight) if self._keeps else None
+            self._tail = UsageTail(head, headers.get("content-type"))
 
     def chunk(self, data: bytes) -> None:
         self._record.sent_bytes += len(data)

@@ -65,6 +65,8 @@ class ReplicaLink(Followed):
         """Of the last delta taken in."""
         self._last_heard_s = now()
         """Infinite while something is taken in, however long that takes on a busy machine."""
+        self._is_silent = False
+        """Whether it was hung up on for saying nothing."""
         self._apart_s = _APART_S[0]
         self._told: set[Holder] | None = None
         """Holders the snapshot has told of; None: none is coming in."""
@@ -119,6 +121,7 @@ class ReplicaLink(Followed):
     def status(self) -> dict[Holder, FeedStatus]:
         now_s = self._now()
         if now_s - self._last_heard_s > SILENT_S:
+            self._is_silent = True
             self._hang_up()
         stale = self.is_stale
         return {
@@ -163,7 +166,7 @@ class ReplicaLink(Followed):
                 if code is grpc.StatusCode.OUT_OF_RANGE:
                     wait_s = self._apart("cut_off", "this process was too slow for what changes")
                 else:
-                    wait_s = self._lost("lost", detail)
+                    wait_s = self._lost("lost", f"it said nothing for {SILENT_S:g} s" if self._is_silent else detail)
             except _Broken as exc:
                 wait_s = self._apart(exc.what, str(exc))
             except Exception as exc:
@@ -214,6 +217,7 @@ class ReplicaLink(Followed):
             channel = grpc.secure_channel(self.address, credentials, options)
         self._channel = channel
         self._last_heard_s = self._now()
+        self._is_silent = False
         watch = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
         request = pb.WatchRequest(instance=self._instance, sequence=self.sequence)
         call = self._call = watch(request, metadata=self._addresses.metadata)

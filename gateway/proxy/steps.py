@@ -107,11 +107,14 @@ def identified(
     *,
     salted: bool,
     anonymous: bool,
+    takes_salt: bool = True,
     authenticated: str | None = None,
 ) -> tuple[str | None, bytes]:
     """Whose it is, and the body with the cache salt of its tenant (see `Tenancy.take`). Raises ApiError."""
     try:
-        return parts.tenancy.take(headers, body, salted=salted, anonymous=anonymous, authenticated=authenticated)
+        return parts.tenancy.take(
+            headers, body, salted=salted, takes_salt=takes_salt, anonymous=anonymous, authenticated=authenticated
+        )
     except (BadRequest, ApiError) as exc:
         raise _unidentified(parts, exc) from None
 
