@@ -11,7 +11,7 @@ from indexer.prompt import Prompt
 from indexer.references import Link, MediaReferences, Recalled
 from indexer.replica import Replica
 from indexer.saved_rank import SavedRank
-from indexer.stream import Apply, Clear, FrameError, Replay, Stream, parse_frames
+from indexer.stream import Apply, Clear, FrameError, Join, Replay, Stream, parse_frames
 
 __all__ = [
     "Apply",
@@ -23,6 +23,7 @@ __all__ = [
     "FrameError",
     "HeldBlocks",
     "Holder",
+    "Join",
     "Journal",
     "Link",
     "Match",

@@ -11,7 +11,8 @@ An engine numbers its batches from 0 per process and repeats its latest ones on 
 is a gap (fetch it), one that goes back is a new process (clear, fetch from 0), and the same number again is either the
 same batch (ignore) or, with another timestamp or content, a new process. An idle engine says nothing, so after a
 reconnect the last batch is fetched again and compared; in doubt everything is cleared. When the engine's own history
-is too short, what is known stays and the stream is marked `partial`. When somebody says that the engine's cache was
+is too short, what is known stays and the stream is marked `partial`. An engine that repeats nothing can be gone on
+with only where its next batch has the very number that is due (`join`). When somebody says that the engine's cache was
 emptied, what it published before is not asked for again: the stream goes on with the next batch, whatever its number.
 """
 
@@ -51,7 +52,11 @@ class Replay(msgspec.Struct, frozen=True):
     start: int
 
 
-Action = Apply | Clear | Replay
+class Join(msgspec.Struct, frozen=True):
+    """What was applied elsewhere is what the engine held before the batch that follows: nothing is missing between."""
+
+
+Action = Apply | Clear | Replay | Join
 
 
 class Phase(Enum):
@@ -111,6 +116,7 @@ class Stream:
         self._seen: dict[int, tuple[float, int]] = {}
         self._from_s: float | None = None
         """When the engine made the first batch that counts, where its cache was emptied by hand before."""
+        self._due: tuple[int, float, int] | None = None
 
     def position(self) -> tuple[int, float, int] | None:
         """(number of the next batch, time and hash of the one before), for `resume`. None where it cannot be gone on
@@ -127,6 +133,19 @@ class Stream:
         """
         self.next_seq = next_seq
         self._seen[next_seq - 1] = last_ts, last_hash
+
+    def join(self, next_seq: int, last_ts: float, last_hash: int) -> None:
+        """All before `next_seq` has been applied by somebody else who hears nothing any more, and nobody can be asked
+        what came since. If the next batch is `next_seq`, nothing did; else what was applied is worth nothing. Until
+        then nothing is believed.
+        """
+        if self.phase is Phase.JOINING and not self.can_replay and not self.skips:
+            self._due = next_seq, last_ts, last_hash
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next batch decides about what somebody else has applied."""
+        return self._due is not None
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
@@ -152,6 +171,7 @@ class Stream:
     def forgotten(self, reason: str) -> list[Action]:
         """The engine's cache was emptied by hand, of which its events may not tell yet."""
         self.counters["forgotten"] += 1
+        self._due = None
         self.phase = Phase.LIVE
         self.skips = True
         self._buffer.clear()
@@ -181,6 +201,13 @@ class Stream:
             return [self._take(message)]
         if self.phase is Phase.JOINING and not self.can_replay:
             self.phase = Phase.LIVE
+            due, self._due = self._due, None
+            if due is not None and seq == due[0] and batch.ts >= due[1]:
+                self.counters["joins"] += 1
+                self.next_seq, self._seen[seq - 1] = seq, due[1:]
+                return [Join(), self._take(message)]
+            if due is not None:
+                self.counters["joins_refused"] += 1
             if seq > 0:
                 self._missed(seq)
             return [self._take(message)]
@@ -335,7 +362,7 @@ class Stream:
         self.partial = self.skips = False
         self.next_seq = 0
         self._seen.clear()
-        self._from_s = None
+        self._from_s = self._due = None
         self._verifying = self._mending = False
         self._attempt = 0
         if self.phase is not Phase.JOINING:

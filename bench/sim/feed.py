@@ -85,7 +85,7 @@ class Feed:
             elif isinstance(action, Clear):
                 self._index.clear(self.worker)
                 self.cleared = True
-            else:
+            elif isinstance(action, Replay):
                 self._replays.append((now_s + REPLAY_S, action))
 
 

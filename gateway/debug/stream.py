@@ -90,7 +90,7 @@ class Stream:
         if request.method != "GET":
             raise errors.method_not_allowed(request.method, PATH, frozenset({"GET"}))
         if self._ended:
-            raise ApiError(503, "The gateway is going down.", type_=errors.UNAVAILABLE, code="draining")
+            raise errors.draining()
         if self.viewers >= self._most:
             message = f"{self._most} viewers watch already, and more are not allowed; close a page that is not needed."
             raise ApiError(

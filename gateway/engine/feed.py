@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gateway.engine.turns import Timer
-from indexer import EventBatch, Replay, Stream
+from indexer import EventBatch, Replay, SavedRank, Stream
 from indexer.events import AllBlocksCleared
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class Feed:
         self.replay_endpoint = replay_endpoint
         self.counters: Counter[str] = Counter()
         self.is_closed = False
+        self.saved: SavedRank | None = None
+        """What another process knew, until the stream joins."""
         self.asked: Replay | None = None
         """The replay the stream waits for, whether it could be sent or not."""
         self.verify_timer: Timer | None = None
@@ -109,7 +111,8 @@ class Feed:
 
     def begin_anew(self) -> None:
         """Forget that asking failed, if nothing was ever received: the stream may yet be read from its beginning."""
-        if self.stream.next_seq == 0 and self.asked is None and not self.stream.skips:
+        stream = self.stream
+        if stream.next_seq == 0 and self.asked is None and not stream.skips and not stream.is_due:
             before = self.stream
             self.stream = self._new_stream()
             self.stream.counters = before.counters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import zmq
@@ -36,7 +37,10 @@ _RECONNECT_MAX_MS = 2_000
 _MAX_MESSAGE_BYTES = 256 << 20
 # A host that vanished without a word is noticed after idle + count * interval = 25 s.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 3}
+_LISTEN_AFTER_S = 0.25
 _MESSAGES_BEFORE_GREETING = 4096
+_MESSAGES_AT_MOST = 100_000
+"""Read before a close; who tells more than that meanwhile is told to another."""
 
 
 class Owner(Protocol):
@@ -87,7 +91,8 @@ class Source:
         """Connect or bind; tries again later if it cannot."""
         self._turns = turns
         self._reopen: Callable[[], None] = lambda: self.open(context, turns, settings)
-        self._reopen_after_s = settings.reopen_after_s
+        # Who listened there before may only just be going.
+        self._reopen_after_s = min(_LISTEN_AFTER_S, settings.reopen_after_s) if self.bind else settings.reopen_after_s
         self._anywhere = self.bind or settings.link_local
         sub: Socket | None = None
         try:
@@ -126,6 +131,14 @@ class Source:
         self._shut(self._inbox.socket if self._inbox is not None else None)
         self.state = "closed"
         self._reopen = lambda: None
+
+    def read_all(self) -> None:
+        """What has arrived, before it is closed."""
+        if self._inbox is None or self._inbox.is_closed:
+            return
+        with suppress(zmq.ZMQError):  # zmq.Again: nothing is left.
+            for _ in range(_MESSAGES_AT_MOST):
+                self._owner.message(self, self._inbox.socket.recv_multipart(zmq.NOBLOCK))
 
     def _shut(self, sub: Socket | None) -> None:
         self._greeting = None

@@ -28,6 +28,7 @@ from gateway.engine.replays import Replays
 from gateway.engine.source import Source
 from gateway.engine.topics import Topics
 from gateway.engine.turns import Turns
+from gateway.right_of_way import RightOfWay
 from indexer import (
     Apply,
     Clear,
@@ -35,6 +36,7 @@ from indexer import (
     EventDecodeError,
     FrameError,
     Holder,
+    Join,
     PrefixIndex,
     Replay,
     SavedRank,
@@ -66,7 +68,8 @@ class EventIngest:
     """Subscribes to every (worker, rank) it is told of, and keeps `index` true to what they publish.
 
     `bind_endpoint` opens one socket for all workers that are added without an endpoint of their own. `on_batch` and
-    `on_clear` are called from the ingest thread, after the index has it. Every method may be called from any thread.
+    `on_clear` are called from the ingest thread, after the index has it; before each message that thread gives way to
+    who has the `right_of_way`. Every method may be called from any thread.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class EventIngest:
         settings: IngestSettings = _DEFAULT,
         on_batch: OnBatch | None = None,
         on_clear: OnClear | None = None,
+        right_of_way: RightOfWay | None = None,
     ) -> None:
         self._index = index
         self._now = now
@@ -94,14 +98,31 @@ class EventIngest:
         self._topics = Topics()
         self._shared = Source(self, bind_endpoint, bind=True) if bind_endpoint is not None else None
         self._greeting_shared = False
+        self._listens = True
         self._counters: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._turns = Turns(now)
+        self._turns = Turns(now, None if right_of_way is None else right_of_way.give)
         self._replays = Replays(self._context, self._turns, settings, self._replayed, self._replay_ended)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
     # ---- from any thread --------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Before `start`: do not open `bind_endpoint` until `take_over`, as another process listens there."""
+        self._listens = False
+
+    def hand_over(self, done: Callable[[dict[Holder, SavedRank]], None]) -> None:
+        """Close `bind_endpoint`. `done` is called from the ingest thread with what is known of those who came in there
+        and cannot be asked for what they have told.
+        """
+        self._turns.post(lambda: done(self._handed_over()))
+
+    def take_over(self, saved: Mapping[Holder, SavedRank]) -> None:
+        """Open `bind_endpoint`, and go on from what another process has handed over: for each rank, if its next batch
+        shows that nothing is missing.
+        """
+        self._turns.post(lambda: self._taken_over(saved))
 
     def start(self) -> None:
         self._thread.start()
@@ -209,7 +230,7 @@ class EventIngest:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._shared is not None:
+        if self._shared is not None and self._listens:
             self._shared.open(self._context, self._turns, self._settings)
         try:
             self._turns.run()
@@ -249,18 +270,49 @@ class EventIngest:
     def _resume(self, feed: Feed, saved: SavedRank) -> None:
         if not feed.stream.can_replay or not feed.is_untouched:
             return  # Nobody could say whether something is missing.
-        try:
-            self._index.restore(feed.worker, feed.rank, saved)
-        except ValueError:
-            feed.counters["snapshots_refused"] += 1
-            self._index.clear(feed.worker, feed.rank)
+        if not self._restore(feed, saved):
             return
-        feed.counters["snapshots_resumed"] += 1
         log.info(
             "%s rank %d: %d blocks of a snapshot, if the engine confirms it", feed.worker, feed.rank, saved.n_blocks
         )
         feed.stream.resume(saved.next_seq, saved.last_ts, saved.last_hash)
         feed.epoch_began_ts = saved.epoch_ts
+
+    def _restore(self, feed: Feed, saved: SavedRank) -> bool:
+        try:
+            self._index.restore(feed.worker, feed.rank, saved)
+        except ValueError:
+            feed.counters["snapshots_refused"] += 1
+            self._index.clear(feed.worker, feed.rank)
+            return False
+        feed.counters["snapshots_resumed"] += 1
+        return True
+
+    def _handed_over(self) -> dict[Holder, SavedRank]:
+        if self._shared is None:
+            return {}
+        self._listens = False
+        self._shared.read_all()
+        self._shared.close()
+        found = {}
+        for feed in self._feeds.of_source(self._shared):
+            if feed.declared_rank is None or feed.stream.can_replay:
+                continue
+            saved = self._saved(feed.worker, feed.rank)
+            if saved is not None:
+                found[feed.worker, feed.declared_rank] = saved
+        return found
+
+    def _taken_over(self, saved: Mapping[Holder, SavedRank]) -> None:
+        if self._shared is None or self._listens:
+            return
+        self._listens = True
+        for feed in self._feeds.of_source(self._shared):
+            each = None if feed.declared_rank is None else saved.get((feed.worker, feed.declared_rank))
+            if each is not None and feed.is_untouched:
+                feed.stream.join(each.next_seq, each.last_ts, each.last_hash)
+                feed.saved = each if feed.stream.is_due else None
+        self._shared.open(self._context, self._turns, self._settings)
 
     def _drop(self, worker: str, rank: int) -> None:
         source = self._sources.pop((worker, rank), None)
@@ -391,10 +443,24 @@ class EventIngest:
                 self._apply(feed, action.batch)
             elif isinstance(action, Clear):
                 self._clear(feed, action.reason)
+            elif isinstance(action, Join):
+                self._join(feed)
             else:
                 self._ask(feed, action)
+        if feed.saved is not None and not feed.stream.is_due:
+            feed.saved = None
+            log.warning(
+                "%s rank %d: what it held before the restart is not known any more, as it told something meanwhile",
+                feed.worker, feed.rank,
+            )  # fmt: skip
         if feed.asked is not None and feed.stream.phase is not Phase.REPLAYING:
             self._stop_asking(feed)
+
+    def _join(self, feed: Feed) -> None:
+        saved, feed.saved = feed.saved, None
+        if saved is not None and self._restore(feed, saved):
+            feed.epoch_began_ts = saved.epoch_ts
+            log.info("%s rank %d: %d blocks as before the restart", feed.worker, feed.rank, saved.n_blocks)
 
     def _apply(self, feed: Feed, batch: EventBatch) -> None:
         with self._lock:

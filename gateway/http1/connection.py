@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 from gateway.http1.head import NO_HEAD, BadHead, check_beginning
 from gateway.http1.last_head import LastHead
 from gateway.http1.request import RawRequest
-from gateway.proxy.errors import ApiError, log_unexpected
+from gateway.proxy.errors import ApiError, draining, log_unexpected
 from gateway.proxy.incoming import Reply
 from gateway.proxy.routes import ROUTES, Route
 from gateway.tls import name_in
@@ -199,7 +199,7 @@ class Connection(asyncio.Protocol):
                 data = bytes(data)
             self._last.read(data[:end])
         except BadHead as exc:
-            self._refuse(exc)
+            self._refuse_malformed(exc)
             return
         target = self._last.head.target
         route = ROUTES.get(target.partition("?")[0])
@@ -260,10 +260,27 @@ class Connection(asyncio.Protocol):
         protocol.connection_made(self.transport)
         protocol.data_received(data)
 
-    def _refuse(self, why: BadHead) -> None:
+    # ---- requests that come to nothing -------------------------------------------------------------------------------
+
+    def refuse_late(self) -> None:
+        """The rest of a head did not come in time."""
+        if not self.ahead.strip(b"\r\n"):  # Empty lines after a body: nothing was asked.
+            self.transport.abort()
+            return
+        _log.info("the head of a request from %s did not come in time", self.remote)
+        self._refuse(ApiError(408, "The head of the request did not come in time.", code="request_timeout"))
+
+    def refuse_draining(self) -> None:
+        """The rest of a head is not waited for any more."""
+        self._refuse(draining())
+
+    def _refuse_malformed(self, why: BadHead) -> None:
         _log.info("a malformed request from %s was refused (%s)", self.remote, why)
+        self._refuse(ApiError(why.status, "The request is not valid HTTP.", code="malformed_request"))
+
+    def _refuse(self, error: ApiError) -> None:
         self._listener.has_head(self)
-        reply = Reply.of(ApiError(why.status, "The request is not valid HTTP.", code="malformed_request"))
+        reply = Reply.of(error)
         reply.close = True
         request = RawRequest(self, NO_HEAD, CIMultiDict(), is_leg=False)
         request.send(reply)

@@ -46,6 +46,12 @@ class Expiry(Generic[T]):
         """Takes out the last added."""
         return self._due_s.popitem()[0] if self._due_s else None
 
+    def take_all(self) -> list[T]:
+        """All there are, the oldest first; none is here any more."""
+        items = list(self._due_s)
+        self._due_s.clear()
+        return items
+
     def close(self) -> None:
         self._due_s.clear()
         if self._timer is not None:

@@ -20,7 +20,7 @@ Serve = Callable[[Incoming, Route, str], Awaitable[Reply | None]]
 
 _BACKLOG = 4096
 _HEAD_S = 30.0
-"""Longest wait for the rest of a head."""
+"""Longest wait for the rest of a head; then it is answered 408."""
 _CUT_S = 0.5
 
 
@@ -50,7 +50,7 @@ class Listener:
         self.connections: set[Connection] = set()
         """Those that are open and not aiohttp's."""
         self._idle: Expiry[Connection] = Expiry(CLIENT_KEEPALIVE_S, _drop)
-        self._heads: Expiry[Connection] = Expiry(_HEAD_S, _drop)
+        self._heads: Expiry[Connection] = Expiry(_HEAD_S, Connection.refuse_late)
         self._ending: Expiry[Connection] = Expiry(LINGER_S, _drop)
 
     async def start(self) -> None:
@@ -90,6 +90,16 @@ class Listener:
         one, or no beginning yet.
         """
         return bool(self._pages.connections or self.connections) or any(each.is_connecting for each in self._shared)
+
+    @property
+    def n_heads(self) -> int:
+        """Requests whose head is half there."""
+        return len(self._heads)
+
+    def refuse_heads(self) -> None:
+        """They are not waited for any more: we go down."""
+        for connection in self._heads.take_all():
+            connection.refuse_draining()
 
     def _give_one(self, connection: Connection) -> None:
         if self._give is not None and (sock := connection.detach()) is not None:

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of all that processes of one gateway tell each other but what has a version of its own."""
 INDEX_SOCKET = "index.sock"
 BOARD_SOCKET = "board.sock"
@@ -43,6 +43,11 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     def last_metrics_path(self) -> str:
         """What it counted, written when it ends well."""
         return f"{self.folder}/metrics-{self.seat}"
+
+    @property
+    def handover_path(self) -> str:
+        """What a hub leaves to who succeeds it."""
+        return f"{self.folder}/handover"
 
     def own(self, socket: str) -> str:
         """Where a hub listens: `socket` links there while it is the hub in force."""

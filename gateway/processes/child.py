@@ -45,6 +45,7 @@ class _Life:
         self.leaves = False
         self.is_orphan = False
         self.reload: Callable[[], None] = lambda: None
+        self.hand_over, self.take_over = asyncio.Event(), asyncio.Event()
 
     async def listen(self) -> None:
         async for word in self.control.words():
@@ -57,6 +58,10 @@ class _Life:
             self.accept.set()
         elif word == words.RELOAD:
             self.reload()
+        elif word == words.HAND_OVER:
+            self.hand_over.set()
+        elif word == words.TAKE_OVER:
+            self.take_over.set()
         elif word in (words.DRAIN, words.LEAVE):
             self.leaves = self.leaves or (word == words.LEAVE and not self.end.is_set())
             self.end.set()
@@ -149,14 +154,31 @@ async def _hub(life: _Life, service: HubProcess, config: Config, source: Source,
     async with service:
         _follow(life, service, config, source)
         life.control.say(words.STARTED)
+        tasks = [asyncio.create_task(_take_over(life, service)), asyncio.create_task(_hand_over(life, service))]
         ending = asyncio.create_task(life.end.wait())
         while not service.is_ready and not ending.done():
             await asyncio.wait({ending}, timeout=0.05)
         life.control.say(words.READY)
         await ending
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if life.leaves:  # Else nobody is left who would ask.
             await life.whichever(service.drain(_CUT_S))
         _write(it, await service.last_metrics())
+
+
+async def _take_over(life: _Life, service: HubProcess) -> None:
+    await life.take_over.wait()
+    await service.take_over()
+
+
+async def _hand_over(life: _Life, service: HubProcess) -> None:
+    await life.hand_over.wait()
+    try:
+        await service.hand_over()
+    finally:
+        life.control.say(words.HANDED_OVER)
 
 
 async def _board(life: _Life, given: Config, it: Assignment) -> None:
@@ -171,14 +193,8 @@ async def _board(life: _Life, given: Config, it: Assignment) -> None:
 
 
 def _follow(life: _Life, service: DataPlaneProcess | HubProcess, config: Config, source: Source) -> None:
-    reloading = service.follow_config(config, source)
-
-    def reload() -> None:
-        reloading.reload()
-        if service.core.keys is not None:
-            service.core.keys.reload()
-
-    life.reload = reload
+    service.follow_config(config, source)
+    life.reload = service.reload
 
 
 def _write(it: Assignment, metrics: bytes) -> None:

@@ -19,6 +19,11 @@ DRAIN: Final = "drain"
 LEAVE: Final = "leave"
 """Drain, and give connections to who comes after."""
 CUT: Final = "cut"
+HAND_OVER: Final = "hand over"
+"""To a hub: listen for engines no more, and leave to who comes after what you know of them."""
+HANDED_OVER: Final = "handed over"
+TAKE_OVER: Final = "take over"
+"""To a hub: listen for engines, with what was left. Nobody else does any more."""
 
 
 class Control:

@@ -32,6 +32,8 @@ _JOIN_S: Final = 5.0
 """So long one that takes a killed one's place may learn what there is to know before it serves."""
 _READY_S: Final = 60.0
 """And so long a successor, whose predecessor serves meanwhile."""
+_HAND_OVER_S: Final = 60.0
+"""What a hub knows of engines that connect to it may be much."""
 _END_S: Final = 10.0
 """Beyond its time to drain."""
 
@@ -209,6 +211,7 @@ class Crew:
         self._alive.add(process)
         if place.kind == "hub" and (place.process is None or place.process.gone.is_set()):
             _lead_to(it)  # There is none that could be asked until it listens.
+            process.say(words.TAKE_OVER)
         return process
 
     async def _has_started(self, place: Place) -> bool:
@@ -327,6 +330,10 @@ class Crew:
             await new.gone.wait()
             self._bury(new, "unfit")
             return
+        if place.kind == "hub" and self._hub_answers:
+            old.say(words.HAND_OVER)
+            await _first(old.handed_over, old.gone, timeout_s=_HAND_OVER_S)
+            new.say(words.TAKE_OVER)
         place.process = new
         place.succeeded.set()
         place.failures = place.failed_starts = 0

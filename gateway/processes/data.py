@@ -31,9 +31,7 @@ from gateway.run import Gateway
 from gateway.siblings import Siblings
 
 _LAST_REQUESTS_S = 2.0
-"""Connections that cannot be given away may bring one more request, or the rest of one, whose answer says that they
-close.
-"""
+"""Connections that cannot be given away may bring one more request, whose answer says that they close."""
 _LOOK_S = 0.05
 _NOBODY_S = 5.0
 """Where no worker is known by then, there is none."""
@@ -120,11 +118,12 @@ class DataPlaneProcess(Gateway):
         if self._taking is not None:
             self._taking.close()
             self._entrance.give_away(self._giving.give)
+        until_s = time.monotonic() + timeout_s
         await self.drain(timeout_s)
-        until_s = time.monotonic() + min(timeout_s, _LAST_REQUESTS_S)
-        while self._entrance.keeps_some and time.monotonic() < until_s:  # noqa: ASYNC110 - nothing signals it
+        last_s = min(until_s, time.monotonic() + _LAST_REQUESTS_S)
+        while self._entrance.keeps_some and time.monotonic() < last_s:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(_LOOK_S)
-        left = await self.plane.drain(timeout_s)
+        left = await self.drain(max(0.0, until_s - time.monotonic()))
         while not self._giving.is_done:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(_LOOK_S)
         return left

@@ -33,6 +33,7 @@ class Process:
         """As `asyncio.subprocess.Process.returncode`."""
         self.began_s = time.monotonic()
         self.started, self.ready, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.handed_over = asyncio.Event()
         self._sock = sock
         self._control: Control | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -75,6 +76,8 @@ class Process:
                 self.started.set()
             elif word == words.READY:
                 self.ready.set()
+            elif word == words.HANDED_OVER:
+                self.handed_over.set()
 
     async def _wait(self, process: asyncio.subprocess.Process) -> None:
         self.code = await process.wait()

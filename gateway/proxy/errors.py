@@ -135,6 +135,10 @@ def no_worker(message: str) -> ApiError:
     )
 
 
+def draining() -> ApiError:
+    return ApiError(503, "The gateway is going down.", type_=UNAVAILABLE, code="draining", retry_after_s=1)
+
+
 def too_many_requests(limit: int) -> ApiError:
     return ApiError(
         503, f"{limit} requests are in flight, the limit.", type_=UNAVAILABLE, code="overloaded", retry_after_s=1

@@ -127,6 +127,14 @@ class HttpServer:
         """Nothing: aiohttp's connections cannot be taken from it."""
 
     @property
+    def n_heads(self) -> int:
+        """0: aiohttp does not say."""
+        return 0
+
+    def refuse_heads(self) -> None:
+        """Nothing: aiohttp closes them."""
+
+    @property
     def keeps_some(self) -> bool:
         """Whether there are connections that cannot be given away."""
         if self._runner is None:  # It was never started.

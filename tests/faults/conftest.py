@@ -36,7 +36,7 @@ async def trials(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, seed: int
 ) -> AsyncIterator[Trials]:
     async with Fleet(tmp_path_factory.mktemp("faults"), seed) as fleet:
-        load = Load(list(fleet.gateways), fleet.broken, seed, n_clients=8, pause_s=0.6)
+        load = Load(fleet.broken, seed, n_clients=8, pause_s=0.6)
         trials = Trials(fleet, load)
         yield trials
         await load.stop()

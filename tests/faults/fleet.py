@@ -1,10 +1,12 @@
-"""The fleet: Redis, eight engines, an indexer, three gateways, and a link of ours in every connection between them.
+"""The fleet: Redis, eight engines, an indexer, three gateways, a fourth one that shares with nobody, and a link of ours
+in every connection between them.
 
     clients -> gateway 0..2 -> [http 0..7] -> engine 0..7
                |    |                          |
-               |    +-> [redis 0..2] -> Redis  +-> [events, replay 0..7] -> indexer
+               |    +-> [redis 0..2] -> Redis  +-> [events, replay 0..7] -> indexer, hub of gateway 3
                +------> [index 0..2] -> indexer
 
+Gateway 3 follows the engines itself: its hub does for its data planes what Redis and the indexer do for the others.
 Every process can be killed by itself. The indexer reads the engines' metrics without a link between, so that what is
 cut is its events alone.
 """
@@ -38,8 +40,10 @@ from tests.support.stacked import Stacked
 
 N_ENGINES = 8
 N_PLANES = (1, 1, 2)
-"""Data planes of each gateway."""
+"""Data planes of each gateway that shares."""
 N_GATEWAYS = len(N_PLANES)
+N_PLANES_ALONE = 2
+HUB = "hub"
 PASSWORD = "of-the-fault-suite"
 USER = "warmroute"
 _RIGHTS = (
@@ -132,18 +136,29 @@ class Indexer(Process):
 
 
 class Gateway(Process):
-    """Shared load and a copy of the index are part of its readiness here, not of its `/readyz`. The last one has two
-    data planes, each a replica by itself.
+    """Shared load and a copy of the index are part of its readiness here, not of its `/readyz`. Each of its `n_planes`
+    data planes is a replica by itself. `index`, `redis`: None where it shares with no other gateway; `known`: how many
+    replicas each of its own hears.
     """
 
-    def __init__(self, number: int, engines: list[Engine], index: Link, redis: Link, folder: Path, broken: Broken):
-        self.n_planes = N_PLANES[number]
+    def __init__(
+        self,
+        number: int,
+        n_planes: int,
+        engines: list[Engine],
+        folder: Path,
+        broken: Broken,
+        *,
+        index: Link | None = None,
+        redis: Link | None = None,
+        known: int,
+    ) -> None:
+        self.n_planes = n_planes
+        self.known = known
         self.port, self.admin_port = fixed_port(), fixed_port()
         self.url, self.admin = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.admin_port}"
         self.in_rotation = False
-        self.redis_link = redis
-        self.index_link = index
-        config = {
+        config: dict[str, Any] = {
             "gateway": {
                 "host": "127.0.0.1",
                 "port": self.port,
@@ -152,12 +167,14 @@ class Gateway(Process):
                 "processes": self.n_planes,
             },
             "workers": [{"url": f"http://127.0.0.1:{it.http_link.port}", "name": it.name} for it in engines],
-            "index": {"source": "service", "service": {"addresses": [f"127.0.0.1:{index.port}"]}},
-            # A busy test machine is no slow Redis, and no slow engine.
-            "redis": {"url": f"redis://127.0.0.1:{redis.port}", "user": USER, "op_timeout_ms": 1000.0},
+            # A busy test machine is no slow engine, and no slow Redis.
             "tokens": {"engine_budget_ms": 2000.0},
             "logging": {"level": "warning"},
         }
+        if index is not None:
+            config["index"] = {"source": "service", "service": {"addresses": [f"127.0.0.1:{index.port}"]}}
+        if redis is not None:
+            config["redis"] = {"url": f"redis://127.0.0.1:{redis.port}", "user": USER, "op_timeout_ms": 1000.0}
         name = f"gateway{number}"
         super().__init__(
             name, _command("gateway", config, folder, name), folder, broken, self._is_ready_now,
@@ -181,21 +198,32 @@ class Gateway(Process):
         """The pids of data planes that are ready, by their number; of a gateway that is one process: its own."""
         if self.n_planes == 1:
             return {"0": self.pid}
+        places = await self.places()
+        places.pop(HUB, None)
+        return places
+
+    async def places(self) -> dict[str, int]:
+        """As `planes`, with the hub of one that has it."""
         them = (await _get(self.admin + "/debug/processes"))["processes"]
         return {it["process"]: it["pid"] for it in them if it["ready"] and it["state"] == "serving"}
 
     async def replaced(self, before: dict[str, int]) -> None:
-        """Data planes with other pids than `before` are in all of its places."""
+        """Processes with other pids than `before` are in those places, and no place is empty."""
 
         async def are() -> bool:
-            now = await self.planes()
-            return len(now) == self.n_planes and all(now[place] != pid for place, pid in before.items())
+            now = await self.places()
+            n_planes = len(now.keys() - {HUB})
+            return n_planes == self.n_planes and all(now.get(place, pid) != pid for place, pid in before.items())
 
         await until(are, f"others than {before} serve in {self.name}")
 
     async def kill_plane(self, place: str) -> None:
         with self._broken.cut(self.name):
             os.kill((await self.planes())[place], signal.SIGKILL)
+
+    async def signal_hub(self, number: int) -> None:
+        """No connection of a client breaks by it: nothing is excused."""
+        os.kill((await self.places())[HUB], number)
 
     def restart_in_turn(self) -> None:
         os.kill(self.pid, signal.SIGUSR2)
@@ -212,7 +240,7 @@ class Gateway(Process):
         told = {worker: ranks["0"] for worker, ranks in page["digests"].items()}
         return {worker: (it["blocks"], int(it["keys_sum"], 16)) for worker, it in told.items() if it["blocks"]}
 
-    async def unsettled(self, known: int = sum(N_PLANES) - 1) -> list[str]:
+    async def unsettled(self, known: int | None = None) -> list[str]:
         """What is not as it is at rest: what is booked, who is not heard, which engine is not usable."""
         async with aiohttp.ClientSession() as http, http.get(self.url + "/metrics") as page:
             text = await page.text()
@@ -223,7 +251,7 @@ class Gateway(Process):
         level = {it.name: it.value for it in samples}
         for name, least in (
             ("warmroute_replicas_shared", 1),
-            ("warmroute_replicas_known", known),
+            ("warmroute_replicas_known", self.known if known is None else known),
             ("warmroute_index_service_up", 1),
         ):
             if level.get(name, 0) < least:
@@ -267,10 +295,24 @@ class Fleet(Stacked):
         self.redis = RedisProcess(folder, self.broken)
         self.engines = [Engine(i, folder, self.broken, seed) for i in range(N_ENGINES)]
         self.indexer = Indexer(self.engines, folder, self.broken)
-        self.gateways = [
-            Gateway(i, self.engines, self.indexer.watch_links[i], self.redis.links_by_gateway[i], folder, self.broken)
-            for i in range(N_GATEWAYS)
+        self.sharing = [
+            Gateway(
+                i,
+                n_planes,
+                self.engines,
+                folder,
+                self.broken,
+                index=self.indexer.watch_links[i],
+                redis=self.redis.links_by_gateway[i],
+                known=sum(N_PLANES) - 1,
+            )
+            for i, n_planes in enumerate(N_PLANES)
         ]
+        self.alone = Gateway(N_GATEWAYS, N_PLANES_ALONE, self.engines, folder, self.broken, known=N_PLANES_ALONE - 1)
+
+    @property
+    def gateways(self) -> list[Gateway]:
+        return [*self.sharing, self.alone]
 
     @property
     def processes(self) -> list[Process]:

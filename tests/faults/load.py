@@ -8,7 +8,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -87,19 +87,22 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class Load:
-    """So many clients, each with `pause_s` on average between its requests. `run` and `rest` as often as wanted."""
+    """So many clients, each with `pause_s` on average between its requests. `run` and `rest` as often as wanted, each
+    time with the `doors` that are to be asked: gateways that tell each other which engine has which stored response.
+    """
 
-    def __init__(self, doors: list[Door], broken: Broken, seed: int, *, n_clients: int, pause_s: float) -> None:
+    def __init__(self, broken: Broken, seed: int, *, n_clients: int, pause_s: float) -> None:
         self.tally = Tally()
         self.truth = Truth()
         self.broken = broken
-        self.doors = doors
+        self._doors: Sequence[Door] = ()
         self._turn = 0
         self._clients = [_Client(self, random.Random(f"{seed} {i}"), pause_s) for i in range(n_clients)]
         self._tasks: list[asyncio.Task[None]] = []
         self._resting = asyncio.Event()
 
-    def run(self) -> None:
+    def run(self, doors: Sequence[Door]) -> None:
+        self._doors = doors
         self._resting.clear()
         self._tasks = [asyncio.create_task(client.run(self._resting)) for client in self._clients]
 
@@ -117,7 +120,7 @@ class Load:
     def next_doors(self) -> list[Door]:
         """In the order they are tried in: whoever refuses a connection has not been asked."""
         self._turn += 1
-        there = [door for door in self.doors if door.in_rotation]
+        there = [door for door in self._doors if door.in_rotation]
         at = self._turn % len(there)
         return there[at:] + there[:at]
 

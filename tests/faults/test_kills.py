@@ -21,7 +21,7 @@ async def _killed(trials: Trials, process: Process) -> None:
 
 @pytest.mark.parametrize("which", range(N_GATEWAYS))
 async def test_a_gateway_is_killed(trials: Trials, which: int) -> None:
-    await _killed(trials, trials.fleet.gateways[which])
+    await _killed(trials, trials.fleet.sharing[which])
 
 
 @pytest.mark.parametrize("which", range(N_ENGINES))
@@ -32,7 +32,7 @@ async def test_an_engine_is_killed(trials: Trials, which: int) -> None:
 @pytest.mark.parametrize("place", [str(number) for number in range(N_PLANES[-1])])
 async def test_a_data_plane_is_killed(trials: Trials, place: str) -> None:
     """One of a gateway's processes: the others go on, and its supervisor starts another."""
-    gateway = trials.fleet.gateways[-1]
+    gateway = trials.fleet.sharing[-1]
     async with trials(f"kill -9: data plane {place} of {gateway.name}"):
         before = await gateway.planes()
         await gateway.kill_plane(place)
@@ -61,7 +61,7 @@ async def test_redis_and_the_indexer_are_killed(trials: Trials) -> None:
 async def test_gateways_are_restarted_one_after_the_other(trials: Trials) -> None:
     """As in a rolling update: the load balancer leaves it out first. Nothing is excused."""
     async with trials("SIGTERM and start: every gateway in turn"):
-        for gateway in trials.fleet.gateways:
+        for gateway in trials.fleet.sharing:
             gateway.in_rotation = False
             assert await gateway.end(within_s=90.0) == 0, gateway.tail()
             await gateway.start()
@@ -69,7 +69,7 @@ async def test_gateways_are_restarted_one_after_the_other(trials: Trials) -> Non
 
 async def test_data_planes_are_replaced_one_after_the_other(trials: Trials) -> None:
     """A rolling restart of one gateway, which nobody leaves out meanwhile. Nothing is excused."""
-    gateway = trials.fleet.gateways[-1]
+    gateway = trials.fleet.sharing[-1]
     async with trials(f"SIGUSR2: every data plane of {gateway.name} in turn"):
         before = await gateway.planes()
         gateway.restart_in_turn()

@@ -3,7 +3,7 @@
 1. Every answer is right, or a clear error in OpenAI's shape; of those that no broken connection excuses
    (`load.Tally`), `SUCCESS` are right.
 2. At rest no gateway has anything booked, in flight or waiting; each hears the others through Redis and follows the
-   indexer.
+   indexer, and the data planes of the one that has a hub do so through that.
 3. The indexer's index and every gateway's copy are what the engines' caches really hold: equal digests, at the latest
    `INDEX_S` after the first moment of rest. Time that the fleet has stood in line for a CPU is taken off: what else a
    machine does is no fault of ours.
@@ -15,7 +15,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import grpc
 import msgspec
 
 from tests.faults.fleet import Digests, Fleet
-from tests.faults.load import Load, Tally
+from tests.faults.load import Door, Load, Tally
 from tests.faults.process import until
 
 SUCCESS = 0.999
@@ -53,11 +53,11 @@ class Trials:
         self.rows: list[Row] = []
 
     @asynccontextmanager
-    async def __call__(self, name: str) -> AsyncIterator[None]:
-        """Around a fault and its healing."""
+    async def __call__(self, name: str, doors: Sequence[Door] | None = None) -> AsyncIterator[None]:
+        """Around a fault and its healing, with load on `doors`: the gateways that share, where none are said."""
         tally = self.load.tally = Tally()
         began_s = time.monotonic()
-        self.load.run()
+        self.load.run(self.fleet.sharing if doors is None else doors)
         try:
             await self.asked(_BEFORE)
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import zmq
 from gateway import addresses
 from gateway.engine.feed import FeedStatus, IngestSettings
 from gateway.engine.subscriber import EventIngest
-from indexer import EventBatch, PrefixIndex, decode_batch
+from indexer import EventBatch, Holder, PrefixIndex, SavedRank, decode_batch
 from tests.support.publishers import SIZE, RawEngine, prompt, store, until
 from tests.support.wire import cleared, payload, removed
 
@@ -40,7 +41,10 @@ class World:
         self.clears: list[tuple[str, int, str]] = []
         self._open = ExitStack()
         options = {"settings": QUICK, "on_batch": self._batch, "on_clear": self._clear, **options}
+        holds = options.pop("holds", False)
         self.ingest = EventIngest(self.index, **options)
+        if holds:
+            self.ingest.hold()
         self.ingest.start()
         self._open.callback(self.ingest.stop)
 
@@ -520,6 +524,67 @@ def test_removing_and_adding_again_behind_the_shared_socket(make_world: Callable
         world.ingest.remove("w")
         assert world.held(0) == world.held(1, rank=1) == 0
         until(lambda: not list(world.ingest._feeds))
+
+
+@pytest.mark.parametrize("n_missed", [0, 1])
+def test_who_listens_next_goes_on_if_nothing_is_missing(make_world: Callable[..., World], n_missed: int) -> None:
+    bound = f"tcp://127.0.0.1:{free_port()}"
+    before, after = make_world(bind_endpoint=bound), make_world(bind_endpoint=bound, holds=True)
+    engine = before.engine(topic=b"w", connect=bound, replay=False)
+    for world in (before, after):
+        world.ingest.add("w", 0, None)
+
+    def told(number: int, to: World) -> bool:
+        """Again and again, as nobody hears what is told before a subscription is there."""
+        engine.send_raw([b"w", number.to_bytes(8, "big"), store(number)])
+        return to.held(number) == 2 * SIZE
+
+    for number in range(3):
+        until(lambda number=number: told(number, before))
+    left: queue.Queue[dict[Holder, SavedRank]] = queue.Queue()
+    before.ingest.hand_over(left.put)
+    saved = left.get(timeout=60)
+    assert before.state() == "closed"
+    assert after.state() == "closed"
+    after.ingest.take_over(saved)
+    until(lambda: after.state() == "listening")
+    assert after.held(0) == 0, "nobody has said yet that it is still there"
+    until(lambda: told(3 + n_missed, after))
+    status = after.status()
+    if n_missed:
+        assert has_none(after, range(3))
+        assert (status.partial, status.counters["joins_refused"]) == (True, 1)
+    else:
+        assert has_all(after, range(4))
+        assert (status.partial, status.counters["joins"], status.next_seq) == (False, 1, 4)
+        until(lambda: told(4, after))
+        engine.send_raw([b"w", (5).to_bytes(8, "big"), removed([1, 2])])
+        until(lambda: after.held(0) == 0)
+
+
+def test_an_engine_that_restarts_while_the_listener_changes_has_nothing(make_world: Callable[..., World]) -> None:
+    bound = f"tcp://127.0.0.1:{free_port()}"
+    before, after = make_world(bind_endpoint=bound), make_world(bind_endpoint=bound, holds=True)
+    engine = before.engine(topic=b"w", connect=bound, replay=False)
+    for world in (before, after):
+        world.ingest.add("w", 0, None)
+
+    def told(seq: int, number: int, to: World) -> bool:
+        engine.send_raw([b"w", seq.to_bytes(8, "big"), store(number)])
+        return to.held(number) == 2 * SIZE
+
+    until(lambda: told(0, 0, before))
+    left: queue.Queue[dict[Holder, SavedRank]] = queue.Queue()
+    before.ingest.hand_over(left.put)
+    after.ingest.take_over(left.get(timeout=60))
+    until(lambda: after.state() == "listening")
+    after.ingest.process_restarted("w", "process start time")
+    until(lambda: told(1, 7, after))
+    assert after.held(0) == 0
+
+
+def has_none(world: World, numbers: range) -> bool:
+    return not any(world.held(number) for number in numbers)
 
 
 def test_one_port_per_engine_needs_no_topic(world: World) -> None:

@@ -1,6 +1,7 @@
 """The gateway in front of fake engines, as an OpenAI client sees it."""
 
 import asyncio
+import json
 import re
 import signal
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from gateway.engine.health import State
+from gateway.right_of_way import RightOfWay
 from tests.support.command import Command
 from tests.support.gateway_world import Fleet, engine, until
 
@@ -96,6 +98,18 @@ async def test_a_prompt_returns_to_where_it_is_cached(fleet: Fleet) -> None:
     assert page["workers"][first]["ranks"]["0"]["held"]["blocks"]["gpu"] > 200
     assert page["top_prefixes"][0]["saved_tokens"] > 3000
     assert "fox" not in str(page)
+
+
+async def test_who_takes_in_events_gives_way_to_who_reads_and_places_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[RightOfWay] = []
+    given: list[RightOfWay] = []
+    monkeypatch.setattr(RightOfWay, "take", lambda way: taken.append(way))
+    monkeypatch.setattr(RightOfWay, "give", lambda way: given.append(way))
+    async with Fleet(a=engine()) as fleet:
+        await fleet.complete("somewhere")
+        await until(lambda: given != [])
+        assert taken == [fleet.core.right_of_way] * 2
+        assert set(given) == {fleet.core.right_of_way}
 
 
 async def test_an_adapter_goes_to_a_worker_that_has_it(fleet: Fleet) -> None:
@@ -322,6 +336,29 @@ async def test_the_command_serves_and_drains_on_sigterm(fleet: Fleet) -> None:
         status, _, _ = await asyncio.wait_for(running, 60)
         assert status == 200
         assert " POST /v1/completions 200 " in await gateway.stopped()
+
+
+async def test_a_head_that_is_half_there_on_sigterm_is_waited_for(fleet: Fleet) -> None:
+    (server, *_) = fleet.engines.values()
+    async with Command("gateway", "--workers", server.url) as gateway:
+        server.faults.paths = ("/v1/completions",)
+        server.faults.headers_delay_s = 2.0
+        body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        running = asyncio.create_task(fleet.post(gateway.url + "/v1/completions", json.loads(body)))
+        async with asyncio.timeout(60):
+            while "\nwarmroute_requests_in_flight 1.0" not in (await fleet.get(gateway.url + "/metrics"))[1]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head[:30])
+        gateway.process.send_signal(signal.SIGTERM)
+        assert (await asyncio.wait_for(running, 60))[0] == 200
+        writer.write(head[30:] + body)
+        answer = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in answer.lower()
+        await gateway.stopped()
 
 
 @pytest.mark.parametrize("scheme", ["http", "HTTP"])

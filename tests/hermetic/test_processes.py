@@ -208,6 +208,20 @@ async def test_a_head_that_is_half_there_when_its_process_leaves_is_waited_for()
             await client.close()
 
 
+async def test_a_head_that_stays_half_there_is_answered_when_the_drain_is_over() -> None:
+    async with Processes(2, "--gateway-drain-timeout-s=3") as them:
+        clients = [await RawClient.of(them) for _ in range(4)]
+        for i, client in enumerate(clients):
+            assert await client.complete(prompt(i)) == 200
+        for client in clients:
+            client.send(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Le")
+        await restarted(them)
+        assert [await client.status() for client in clients] == [503] * len(clients)
+        for client in clients:
+            await client.ended()
+            await client.close()
+
+
 async def test_connections_that_cannot_be_given_away_bring_their_last_request() -> None:
     """aiohttp's, as those with TLS: their next answer says that they close."""
     async with Processes(2, "--gateway-http=aiohttp") as them, Load(them, 6) as load:

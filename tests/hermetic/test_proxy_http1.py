@@ -167,12 +167,25 @@ async def test_heads_that_come_in_drops_are_given_up(monkeypatch: pytest.MonkeyP
                 break
             writer.write(bytes([piece]))
             await asyncio.sleep(0.02)
-        assert await ended == b""
+        head, _, body = (await ended).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in head.lower()
+        assert json.loads(body)["error"]["code"] == "request_timeout"
         writer.close()
         assert isinstance(world.server, Listener)
         server = world.server
         await until(lambda: not server.connections)
         assert stub.calls == []
+
+
+async def test_empty_lines_after_a_body_are_no_request(monkeypatch: pytest.MonkeyPatch, stub: Stub) -> None:
+    monkeypatch.setattr(listener, "_HEAD_S", 0.3)
+    async with World({"a": stub.url}, http="fast") as world:
+        reader, writer = await world.connect()
+        writer.write(raw_request(RAW) + b"\r\n\r\n")
+        assert (await answers(reader, 1))[0][0] == 200
+        assert await ends(reader) == b""
+        writer.close()
 
 
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch, stub: Stub) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from indexer import Apply, Clear, EventBatch, Replay, Stream
+from indexer import Apply, Clear, EventBatch, Join, Replay, Stream
 from indexer.stream import Action
 from tests.support.kv_feed import batch, payload, removed
 
@@ -25,7 +25,9 @@ def replayed(stream: Stream, replay_id: int, seq: int, process: int = 0) -> list
 
 
 def told(actions: list[Action]) -> list[Any]:
-    """Actions in short: the number of an applied batch (100000 more per process), "clear", ("replay", id, start)."""
+    """Actions in short: the number of an applied batch (100000 more per process), "clear", "join",
+    ("replay", id, start).
+    """
     out: list[Any] = []
     for action in actions:
         if isinstance(action, Apply):
@@ -34,6 +36,8 @@ def told(actions: list[Action]) -> list[Any]:
         elif isinstance(action, Clear):
             assert action.reason
             out.append("clear")
+        elif isinstance(action, Join):
+            out.append("join")
         else:
             assert isinstance(action, Replay)
             out.append(("replay", action.id, action.start))
