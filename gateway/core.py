@@ -47,6 +47,7 @@ from gateway.publishing import Publishing
 from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader, Slo
+from gateway.right_of_way import RightOfWay
 from gateway.siblings import Siblings
 from gateway.stored import StoredResponses
 from gateway.tenancy import Tenancy
@@ -90,7 +91,8 @@ class Core:
         self.config = config
         self.rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
         self.fleet = Fleet()
-        self.index, self.link = index_of(config, self.rng)
+        self.right_of_way = RightOfWay()
+        self.index, self.link = index_of(config, self.rng, self.right_of_way)
         self.planner = Planner(
             self.fleet,
             self.index,
@@ -146,6 +148,7 @@ class Core:
             look_again=self.look_again,
             try_unknown=config.gateway.unknown_models == "try",
             ask=self.link.ask if isinstance(self.link, QueryLink) else None,
+            right_of_way=self.right_of_way,
         )
         self.up = Available(
             self.fleet.workers, self.available, None if retries else self._is_reachable, works=self._works
@@ -209,7 +212,9 @@ class Core:
         self._tokenizers = EngineTokenizers(self.tokens, self._session, headers, self.is_well)
         self._tokenizes = tokenizes
         link_local = config.discovery.link_local
-        self.publishing = Publishing(config.events, self.planner, self.link, link_local=link_local)
+        self.publishing = Publishing(
+            config.events, self.planner, self.link, link_local=link_local, right_of_way=self.right_of_way
+        )
         if self.link is not None:
             self.others_degraded.append(self.link.degraded)
             self.metrics.registry.register(LinkMetrics(self.link))

@@ -13,6 +13,7 @@ from gateway.engine.feed import FeedStatus, IngestSettings
 from gateway.engine.intake import Intake, Link
 from gateway.engine.silence import Silence
 from gateway.engine.subscriber import EventIngest
+from gateway.right_of_way import RightOfWay
 from indexer import EventBatch
 from scorer.fleet import Worker
 from scorer.planner import Planner
@@ -26,11 +27,18 @@ class Publishing:
     """Create it inside a running event loop."""
 
     def __init__(
-        self, events: EventsConfig, planner: Planner, link: Link | None = None, *, link_local: bool = False
+        self,
+        events: EventsConfig,
+        planner: Planner,
+        link: Link | None = None,
+        *,
+        link_local: bool = False,
+        right_of_way: RightOfWay | None = None,
     ) -> None:
         """`link`: to an indexer, which follows the engines in place of this process. `link_local`: engines may be at
-        such addresses.
+        such addresses. `right_of_way`: the loop's, before the thread that follows them.
         """
+        self._right_of_way = right_of_way
         self._link_local = link_local
         self._shared = events.mode == "bind"
         self._planner = planner
@@ -62,6 +70,7 @@ class Publishing:
             ),
             on_batch=self._batch_arrived,
             on_clear=self._index_cleared,
+            right_of_way=self._right_of_way,
         )
 
     def subscribe(self, change: WorkerChange, sources: Mapping[int, EventSource]) -> None:

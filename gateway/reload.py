@@ -2,7 +2,7 @@
 
 A configuration that cannot be used changes nothing, and is told until it is mended. Of a good one the keys marked
 `live` in the schema are put in force; others that differ are named as waiting for a restart. A file counts once it was
-the same at two looks, so that one half written is not taken.
+the same at two looks, so that one half written is not taken; so does its absence. An empty one is a write that failed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from gateway.config import Config
 from gateway.config.keys import dotted, leaves
+from gateway.config.read import file_content
 from gateway.debug.metrics import Metrics
 from gateway.errors import UserError
 
@@ -57,27 +57,45 @@ class Reloading:
         self._take = take
         self._metrics = metrics
         self._foreign = frozenset(foreign)
+        self._reading = asyncio.Lock()
         self._taken = self._seen = self._content()
 
     async def look(self) -> None:
         """Read it again if the file has changed; call it every few seconds."""
         content = await asyncio.to_thread(self._content)
         settled, self._seen = content == self._seen, content
-        if settled and content is not None and content != self._taken:
-            self.reload()
+        if settled and content != self._taken:
+            await self.reload()
 
-    def reload(self) -> None:
-        """Read it again."""
+    async def reload(self) -> None:
+        """Read it again: in a thread, as a thousand workers take a second in which answers must go on."""
+        async with self._reading:
+            try:
+                self._apply(await asyncio.to_thread(self._read))
+            except UserError as exc:
+                self._refuse(str(exc))
+            except Exception as exc:
+                _log.exception("unexpected; the configuration before stays in force")
+                self._refuse(f"{type(exc).__name__}, see the log")
+
+    def _read(self) -> Config:
         self._taken = self._content()
-        try:
-            new = self._source.read()
-            changed = frozenset(path for path in _changed(self._given, new) if path[0] not in self._foreign)
-            self._take(new, changed & LIVE)
-        except UserError as exc:
-            self.problem = str(exc)
-            self._metrics.reloaded("rejected")
-            _log.error("the configuration is not taken, the one before stays in force: %s", exc)
-            return
+        if self._source.file is not None:
+            try:
+                if not file_content(self._source.file).strip():
+                    raise UserError(f"{self._source.file}: is empty; write {{}} for the defaults")
+            except OSError as exc:
+                raise UserError(f"{self._source.file}: {exc.strerror or exc}") from None
+        return self._source.read()
+
+    def _refuse(self, problem: str) -> None:
+        self.problem = problem
+        self._metrics.reloaded("rejected")
+        _log.error("the configuration is not taken, the one before stays in force: %s", problem)
+
+    def _apply(self, new: Config) -> None:
+        changed = frozenset(path for path in _changed(self._given, new) if path[0] not in self._foreign)
+        self._take(new, changed & LIVE)
         self._given = new
         self.problem = None
         # Against what was there at the start, since that is what those keys still have.
@@ -99,9 +117,9 @@ class Reloading:
         if self._source.file is None:
             return None
         try:
-            return Path(self._source.file).read_bytes()
+            return file_content(self._source.file)
         except OSError:
-            return None  # On its way to be replaced, or gone; what was read stays.
+            return None  # On its way to be replaced, or gone.
 
 
 def with_keys(config: Config, new: Config, paths: Collection[KeyPath]) -> Config:

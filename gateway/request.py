@@ -22,6 +22,7 @@ from gateway.handoff.bodies import BRINGS_NO_IDS, is_takeable, why_local
 from gateway.handoff.local import LIMITS
 from gateway.large import LARGE_BYTES, MOST_TOKENS, LargeBody, decode_large
 from gateway.proxy.headers import is_encoded
+from gateway.right_of_way import RightOfWay
 from gateway.stored import LONGEST_ID, Place
 from gateway.tokens import Tokens, TokenService
 from gateway.tokens.references import media_links
@@ -96,12 +97,14 @@ class RequestReader:
         look_again: Callable[[], Awaitable[None]] | None = None,
         try_unknown: bool = False,
         ask: Callable[[RequestFacts], Awaitable[None]] | None = None,
+        right_of_way: RightOfWay | None = None,
     ) -> None:
         """`holder_of(response_id, headers, tenant)` says where a stored response is, or raises what the client is told.
         `look_again` brings the fleet's models up to date. `try_unknown`: a model that nobody lists is taken for an
         adapter of the only base model, which an engine may load when it is asked. `ask` asks who holds a prompt, where
-        that is not known in this process.
+        that is not known in this process. The loop takes the `right_of_way` before a prompt is read.
         """
+        self._right_of_way = right_of_way or RightOfWay()
         self._session_header = session_header.lower()
         self._fleet = fleet
         self._tokens = tokens
@@ -126,6 +129,7 @@ class RequestReader:
         `headers` are looked up by lower-case names; `members` are `members_of(body)`, where they are known. Raises
         BadRequest.
         """
+        self._right_of_way.take()
         content_type = headers.get("content-type", "")
         if content_type[:10].lower() == "multipart/":
             texts = form.fields(content_type, body, _FORM_FIELDS)

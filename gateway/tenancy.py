@@ -74,12 +74,14 @@ class Tenancy:
         body: bytes,
         *,
         salted: bool,
+        takes_salt: bool = True,
         anonymous: bool = False,
         authenticated: str | None = None,
     ) -> tuple[str | None, bytes]:
         """(the tenant, the body that goes on); the identity is taken out of `headers`. `salted`: the request can use
-        the KV cache; `anonymous`: it need not say whose it is; `authenticated`: who it is by its key or certificate,
-        which no header changes. Raises BadRequest, and ApiError (401) without an identity where one is required.
+        the KV cache; `takes_salt`: engines read a salt in it; `anonymous`: it need not say whose it is;
+        `authenticated`: who it is by its key or certificate, which no header changes. Raises BadRequest, and ApiError
+        (401) without an identity where one is required.
         """
         name = self._settings.header
         if authenticated is not None:
@@ -98,6 +100,8 @@ class Tenancy:
             self._check_nobody(headers, anonymous)
             tenant = None
         if self._settings.salt == "derive" and salted and body:
+            if not takes_salt:
+                raise BadRequest("Engines take no cache salt of your tenant on this path.", code="not_salted")
             body = self._salted(tenant or "", headers, body)
         return tenant, body
 

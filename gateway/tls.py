@@ -62,6 +62,8 @@ class _Followed:
         """Raises OSError."""
         self.n_taken = 0
         """Times that new files were taken since."""
+        self.problem: str | None = None
+        """Why the files as they are now are not in force."""
         self._refused: _Stamp | None = None
         self._stamp = self._seen = self._look()
         self.contents = _contents(self.files)
@@ -71,21 +73,26 @@ class _Followed:
         made = self._made(self.contents)
         self.context = made if context is None else context
 
-    def look(self) -> bool:
-        """Whether there are new files to `take`. Reads files."""
+    def look(self, *, at_once: bool = False) -> bool:
+        """Whether there are new files to `take`. Reads files. `at_once`: somebody says that they are all there."""
         with self._lock:
             try:
-                return self._find()
+                return self._find(at_once=at_once)
             except OSError as exc:
-                _log.warning("the new %s is not used, the last good one stays: %s", self.what, _reason(exc))
+                problem = _reason(exc)
+                if problem != self.problem:
+                    _log.warning("the new %s is not used, the last good one stays: %s", self.what, problem)
+                self.problem = problem
                 return False
 
-    def _find(self) -> bool:
+    def _find(self, *, at_once: bool) -> bool:
         stamp = self._look()
-        settled, self._seen = stamp == self._seen, stamp
+        settled, self._seen = at_once or stamp == self._seen, stamp
         if self._found is not None and self._found[0] == stamp:
             return True
         self._found = None
+        if stamp == self._stamp:
+            self.problem = None
         if not settled or stamp in (self._stamp, self._refused):
             return False
         contents = _contents(self.files)
@@ -107,7 +114,7 @@ class _Followed:
             self._found = None
             self._fill(self.context, contents)
             self.contents = contents
-            self._stamp, self._refused = stamp, None
+            self._stamp, self._refused, self.problem = stamp, None, None
             self.n_taken += 1
         _log.info("the new %s is used from now on", self.what)
 

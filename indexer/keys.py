@@ -217,8 +217,13 @@ def chain_again(
     return keys
 
 
+def forget_runs() -> None:
+    """As if no prompt had been seen yet."""
+    _runs.clear()
+
+
 def _remember(name: tuple[int, int], made: list[int]) -> list[int]:
     if len(_runs) >= _MOST_RUNS:
-        _runs.clear()
+        forget_runs()
     _runs[name] = made
     return made

@@ -269,7 +269,7 @@ class Pricer:
         mean_s = self.cost.constants.comp_floor_s / worker.weight
         if stats.prefill_time_count:
             mean_s = (stats.prefill_time_sum_s or 0.0) / stats.prefill_time_count
-        return foreign / len(worker.loads) * mean_s
+        return min(LONGEST_S, foreign / len(worker.loads) * mean_s)
 
     def _admission_s(self, worker: Worker, stats: EngineStats, load: Load, missing: float, used: float) -> float:
         """Until so many KV blocks are free that are `missing`: those `used` come back as the running answers end."""

@@ -161,5 +161,9 @@ def session_outcome(known: bool, home: int | None, chosen: int, busy: bool) -> S
 
 
 def _key(facts: RequestFacts) -> bytes:
-    text = f"{facts.model}\0{facts.session}".encode("utf-8", "surrogatepass")
-    return blake2b(text, digest_size=16).digest()
+    """Its tenant's own: of another's sessions nobody hears, and nobody moves them. Framed by lengths."""
+    digest = blake2b(digest_size=16)
+    for part in (facts.tenant, facts.model, facts.session):
+        raw = b"" if part is None else part.encode("utf-8", "surrogatepass")
+        digest.update((0 if part is None else len(raw) + 1).to_bytes(8, "big") + raw)
+    return digest.digest()

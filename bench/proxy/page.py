@@ -44,6 +44,8 @@ says more about the neighbours.
   when the benchmark starts), looked up in an index filled by KV events over ZeroMQ (each worker holds a quarter of the
   prompts and what they share), priced, booked; metrics, access log, scrapes and learning are on. `real ids` is the
   share of prompts that had token ids, `hits` the share of their tokens found cached on the worker chosen.
+- `floor` is a proxy in Python that only passes whole requests on, to workers in turn (`bench/proxy/floor.py`): what
+  the interpreter, the loop and the kernel cost before anything is read, decided, counted or logged.
 - Peers run by the command lines their users write ({_PINS}),
   with their default logs, as ours. `python -m bench proxy --install-peers DIR` makes an environment for
   `--peers-venv DIR`; what is not there is named and left out.

@@ -21,6 +21,8 @@ from bench.proxy.processes import pinned, tree, tree_cpu_s, tree_rss_bytes
 from bench.proxy.prompts import MODEL
 
 OURS = "ours"
+FLOOR = "floor"
+"""A proxy in Python that does nothing but pass on what comes (`bench/proxy/floor.py`)."""
 DIRECT = "direct"
 PINS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2", "smg": "1.13.0"}
 """Packages of PyPI and the versions this was written for."""
@@ -65,6 +67,13 @@ def ours(name: str, tree_folder: Path, tokenizer: Path) -> Spec:
         return [sys.executable, "-m", "gateway", "gateway", "--config", str(file)]
 
     return Spec(name, command, {"PYTHONPATH": str(tree_folder)}, decides=True)
+
+
+def floor(tree_folder: Path) -> Spec:
+    def command(workers: Workers, port: int, other: int, folder: Path) -> list[str]:
+        return [sys.executable, "-m", "bench.proxy.floor", str(port), *map(str, workers.ports)]
+
+    return Spec(FLOOR, command, {"PYTHONPATH": str(tree_folder)})
 
 
 def gateway_config(file: Path, workers: Workers, port: int, admin_port: int, tokenizer: Path) -> Path:

@@ -29,6 +29,7 @@ from bench.proxy.routers import (
     Spec,
     Workers,
     direct,
+    floor,
     ours,
     peers,
     start,
@@ -133,7 +134,7 @@ def _specs(plan: Plan, tokenizer: Path) -> list[Spec]:
     gateways = [ours(OURS, _HERE, tokenizer)]
     if plan.against is not None:
         gateways.append(ours(AGAINST, plan.against, tokenizer))
-    return [*gateways, *peers(plan.bin_folder)]
+    return [*gateways, floor(_HERE), *peers(plan.bin_folder)]
 
 
 def _fill(feed: Feed, bodies: prompts.Bodies, admin_ports: Sequence[int], tokenizer: Path) -> None:

@@ -5,9 +5,10 @@ mistake never raises: it is added to `problems`, and reading goes on, so that on
 """
 
 import math
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path as FilePath
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,11 +33,31 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])i?B?", re.IGNORECASE)
 _SHIFT = {"K": 10, "M": 20, "G": 30, "T": 40}
 
+MOST_BYTES = 4 << 20
+"""Of a file: tens of thousands of workers, and some seconds to read."""
+
 _YAML_LIST = re.compile(r"\s*\[.*\]\s*", re.DOTALL)
 
 Values = dict[str, Any]
 Text = str | list[str | Values]
 """As given by a flag; an item of a list that is no text is the item itself."""
+
+
+def file_content(file: str) -> bytes:
+    """Of a file that can be read again and again. Raises OSError: also for what is none, such as a pipe, and for more
+    than `MOST_BYTES`.
+    """
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError(None, "is no file that can be read again")
+    return _content(file)
+
+
+def _content(file: str) -> bytes:
+    with open(file, "rb") as opened:
+        content = opened.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(None, f"is larger than {MOST_BYTES >> 20} MiB")
+    return content
 
 
 class Problem(Struct, frozen=True):
@@ -74,7 +95,7 @@ class Reader:
 
     def _yaml_tree(self, file: str) -> tuple[Any, Callable[[Path], str]]:
         try:
-            tree, lines, repeated = load_tree(FilePath(file).read_text(encoding="utf-8"))
+            tree, lines, repeated = load_tree(_content(file).decode())
         except OSError as exc:
             self._fail("", exc.strerror or str(exc), file)
             return None, lambda path: file

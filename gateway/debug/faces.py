@@ -41,6 +41,8 @@ _PORT = re.compile(r":[0-9]*$")
 _MASK = "********"
 _LONGEST_NUMBER = 18
 _GET = frozenset({"GET", "HEAD"})
+_ELSEWHERE = frozenset({"cross-site", "same-site"})
+"""As `Sec-Fetch-Site` says; of the same site is another port of this host."""
 _PROBES = frozenset({"/livez", "/readyz"})
 """They tell nothing but whether it serves, as long as they are not asked for more (`?verbose`)."""
 
@@ -242,8 +244,9 @@ class AdminPort:
         if self._is_local and not _is_by_address(request.headers.get("Host", "")):
             text = "This port is this machine's own: ask for it as localhost or by its address."
             return ApiError(403, text, code="unknown_host").response()
-        if request.method not in _GET and _is_of_another_site(request):
-            return ApiError(403, "Nothing is changed from another site's page.", code="cross_origin").response()
+        if _is_of_another_site(request):
+            text = "Nothing is changed, and nothing read, from another site's page."
+            return ApiError(403, text, code="cross_origin").response()
         if self._token is not None and not (path in _PROBES and path == request.raw_path):
             try:
                 self._token.check(request.headers)
@@ -268,9 +271,15 @@ def _whole(text: str, name: str) -> int:
 
 
 def _is_of_another_site(request: web.BaseRequest) -> bool:
-    """A page that somebody looks at on this host could send requests here; browsers tell where it is from."""
-    origin = request.headers.get("Origin")
-    return origin is not None and origin.partition("://")[2] != request.headers.get("Host")
+    """A page that somebody looks at on this host could send requests here; browsers tell where it is from. It sees no
+    answer to a GET, but how long that takes, and has work made for it; links may lead here.
+    """
+    headers = request.headers
+    fetched = headers.get("Sec-Fetch-Site") in _ELSEWHERE
+    if request.method in _GET:
+        return fetched and headers.get("Sec-Fetch-Mode") != "navigate"
+    origin = headers.get("Origin")
+    return fetched or (origin is not None and origin.partition("://")[2] != headers.get("Host"))
 
 
 def _is_by_address(given: str) -> bool:

@@ -24,6 +24,7 @@ DEGRADATIONS = (
     "config_rejected",
     "config_needs_restart",
     "keys_rejected",
+    "certificate_rejected",
     "discovery",
     "no_workers",
     "no_decode_worker",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 REMEDIES = {
     "keys_rejected": "mend the keys file as the text says (warmroute keys check FILE); the keys before are in force",
+    "certificate_rejected": "mend the files of tls.* and client_ca as the text says; the last good ones are in force",
     "config_rejected": "mend the configuration as the text says; the one before it is in force",
     "config_needs_restart": "restart when it suits; everything else of the new configuration is in force",
     "discovery": "mend what the text names; the workers known so far stay",

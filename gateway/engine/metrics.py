@@ -44,6 +44,8 @@ _SUMMED = (
 _ALL = [*(name for names in _SUMMED for name in names), *_KV_USAGE, _WAITING_BY_REASON, _CACHE_CONFIG, _SLEEP]
 _NAMES = "|".join(sorted(_ALL, key=len, reverse=True))  # One name begins with another.
 _MOST = 1e24
+_MOST_COUNT = 10**12
+"""No engine has so many blocks, nor tokens in one."""
 _QUOTED = r'"(?:[^"\\\n]|\\.)*+"'
 # Without the possessive marks and the look behind, a line of spaces or letters takes time by the square of its length.
 _SERIES = re.compile(
@@ -139,12 +141,14 @@ def _prefix_caching(engines: list[dict[str, str]]) -> bool | None:
 
 
 def _count(text: str | None) -> int | None:
-    """A label that holds a number above 0; "None" and 0 mean that the engine does not know."""
+    """A label that holds a number above 0; "None" and 0 mean that the engine does not know. What is too large to be one
+    is not known either.
+    """
     try:
         count = int(float(text or ""))
     except (ValueError, OverflowError):
         return None
-    return count if count > 0 else None
+    return count if 0 < count < _MOST_COUNT else None
 
 
 def _total(values: list[int | None]) -> int | None:

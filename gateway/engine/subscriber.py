@@ -28,6 +28,7 @@ from gateway.engine.replays import Replays
 from gateway.engine.source import Source
 from gateway.engine.topics import Topics
 from gateway.engine.turns import Turns
+from gateway.right_of_way import RightOfWay
 from indexer import (
     Apply,
     Clear,
@@ -67,7 +68,8 @@ class EventIngest:
     """Subscribes to every (worker, rank) it is told of, and keeps `index` true to what they publish.
 
     `bind_endpoint` opens one socket for all workers that are added without an endpoint of their own. `on_batch` and
-    `on_clear` are called from the ingest thread, after the index has it. Every method may be called from any thread.
+    `on_clear` are called from the ingest thread, after the index has it; before each message that thread gives way to
+    who has the `right_of_way`. Every method may be called from any thread.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class EventIngest:
         settings: IngestSettings = _DEFAULT,
         on_batch: OnBatch | None = None,
         on_clear: OnClear | None = None,
+        right_of_way: RightOfWay | None = None,
     ) -> None:
         self._index = index
         self._now = now
@@ -99,7 +102,7 @@ class EventIngest:
         self._counters: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._turns = Turns(now)
+        self._turns = Turns(now, None if right_of_way is None else right_of_way.give)
         self._replays = Replays(self._context, self._turns, settings, self._replayed, self._replay_ended)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 

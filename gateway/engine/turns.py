@@ -70,8 +70,10 @@ class Timer:
 class Turns:
     """The loop. What goes wrong in one call is logged and counted in `errors`, and stops nothing else."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], give_way: Callable[[], None] | None = None) -> None:
+        """`give_way` is called before each message is received, and before it is taken."""
         self.now = now
+        self._give_way = give_way or _do_nothing
         self.errors: Counter[str] = Counter()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -180,6 +182,7 @@ class Turns:
         while len(messages) < MESSAGES_PER_TURN and n_bytes < _BYTES_PER_TURN:
             if inbox.is_closed:
                 return
+            self._give_way()
             try:
                 frames = inbox.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -191,6 +194,7 @@ class Turns:
             messages.append(frames)
             n_bytes += sum(map(len, frames))
         for frames in messages:
+            self._give_way()
             if inbox.is_closed:
                 return
             try:
@@ -223,3 +227,7 @@ class Turns:
 
     def _stop(self) -> None:
         self._stopping = True
+
+
+def _do_nothing() -> None:
+    pass

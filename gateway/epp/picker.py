@@ -95,7 +95,8 @@ class PlannedPicker:
         path = ask.path.partition("?")[0]
         record = Record(request_id=request_id, method=ask.method, path=path, status=CLIENT_LEFT)
         tracing = self._parts.tracing
-        trace = None if tracing is None else tracing.request(record, ask.context or ask.headers, route_of(path).tokens)
+        kind = route_of(unquote(path)).tokens
+        trace = None if tracing is None else tracing.request(record, ask.context or ask.headers, kind)
         try:
             return await _Picking(self, ask, record, began_s, number, trace).pick()
         except ApiError as exc:
@@ -193,7 +194,8 @@ class _Picking:
     """The state of one request until it is picked."""
 
     __slots__ = (
-        "_ask", "_began_s", "_headers", "_number", "_parts", "_picker", "_record", "_route", "_shared", "_trace",
+        "_ask", "_began_s", "_headers", "_number", "_parts", "_path", "_picker", "_record", "_route", "_shared",
+        "_trace",
     )  # fmt: skip
 
     def __init__(
@@ -214,22 +216,29 @@ class _Picking:
         self._began_s = began_s
         self._number = number
         self._headers = ask.headers.copy()
-        self._route = route_of(record.path)
+        self._path = unquote(record.path)  # As engines read it, whatever is written in percents.
+        self._route = route_of(self._path)
 
     async def pick(self) -> Pick:
         ask, picker, route, trace = self._ask, self._picker, self._route, self._trace
         subset = picker.subset(ask)
         if trace is not None:
             trace.stage("tokenise")
-        if ask.method == "GET" and self._record.path.endswith(REALTIME) and not picker._settings.conformance:
+        if ask.method == "GET" and self._path.endswith(REALTIME) and not picker._settings.conformance:
             return await self._realtime(subset)
-        if not ask.body or ask.method in _WITHOUT_PROMPT or picker._settings.conformance:
+        stored = self._stored()
+        if not ask.body or stored or ask.method in _WITHOUT_PROMPT or picker._settings.conformance:
             tenant, _ = steps.identified(
                 self._parts, self._headers, b"", salted=False, anonymous=ask.method == "OPTIONS"
             )
-            return self._unbooked(await self._without_prompt(subset, tenant))
+            return self._unbooked(await self._without_prompt(stored, subset, tenant))
         tenant, body = steps.identified(
-            self._parts, self._headers, ask.body, salted=route.queued, anonymous=ask.method == "OPTIONS"
+            self._parts,
+            self._headers,
+            ask.body,
+            salted=route.queued or route is _UNKNOWN,
+            takes_salt=route.takes_salt,
+            anonymous=ask.method == "OPTIONS",
         )
         control = read_control(self._headers)
         members = members_of(body)
@@ -239,7 +248,9 @@ class _Picking:
         if facts is None:
             return self._unbooked(steps.least_busy(self._parts, subset), body, rename)
         priority = picker.priority(control)
-        facts = _with_control(facts, tenant or control.fairness_id, priority)
+        if tenant is None and not self._parts.tenancy.by_tenant:
+            tenant = control.fairness_id  # Else who it is is not for its client to say.
+        facts = _with_control(facts, tenant, priority)
         wait_s: float | None = None
         if self._parts.queue is not None and route.queued:
             sheddable = priority is not None and priority < 0
@@ -356,15 +367,19 @@ class _Picking:
 
     # ---- without -----------------------------------------------------------------------------------------------------
 
-    async def _without_prompt(self, subset: frozenset[str] | None, tenant: str | None) -> str:
-        """The worker that holds the response asked for, else the one with least to do."""
-        path = self._record.path
-        if path.startswith(RESPONSES):
-            name = unquote(path.removeprefix(RESPONSES).removesuffix(_CANCEL), errors="surrogateescape")
-            if name and "/" not in name and self._ask.method != "OPTIONS":
-                holder = (await self._picker._find_holder(name, self._headers, tenant)).worker
-                if subset is None or holder in subset:
-                    return holder
+    def _stored(self) -> str:
+        """The id of the response that is read or changed, below whatever prefix; empty: of none."""
+        _, there, name = self._path.rpartition(RESPONSES)
+        name = name.removesuffix(_CANCEL)
+        is_one = there and "/" not in name and self._ask.method != "OPTIONS"
+        return name if is_one and self._ask.method not in self._route.methods else ""
+
+    async def _without_prompt(self, stored: str, subset: frozenset[str] | None, tenant: str | None) -> str:
+        """The worker that holds the response `stored`, else the one with least to do."""
+        if stored:
+            holder = (await self._picker._find_holder(stored, self._headers, tenant)).worker
+            if subset is None or holder in subset:
+                return holder
         return steps.least_busy(self._parts, subset)
 
     def _unbooked(self, worker: str, body: bytes | None = None, rename: tuple[str, str] | None = None) -> Pick:

@@ -121,7 +121,8 @@ class Watched:
             self._flight.lost_sight()  # Either side may be silent for as long as it likes.
             self._first = True
         if self._flight is not None:
-            self._tail = UsageTail(steps.response_head(self._parts, self._flight) if self._keeps else None)
+            head = steps.response_head(self._parts, self._flight) if self._keeps else None
+            self._tail = UsageTail(head, headers.get("content-type"))
 
     def chunk(self, data: bytes) -> None:
         self._record.sent_bytes += len(data)
@@ -238,7 +239,7 @@ class Watched:
             keep_local=facts.keep_local or PdReason.PLAN,
         )
         try:
-            plan = parts.planner.plan(facts, None, time.monotonic(), parts.rng)
+            plan = parts.plan(facts, None)
         except (ModelNotFound, NoWorker):
             return
         self._flight = steps.taken_off(parts, facts, plan)

@@ -13,12 +13,11 @@ from gateway.extproc.stream import METHOD, SERVICE, BrokenOff, Shared, Stream
 from gateway.extproc.tls import Identity
 from gateway.pb import ext_proc_pb2 as pb
 from gateway.pb import health_pb2
-from gateway.rpc import bind, host_port
+from gateway.rpc import Context, bind, host_port, question
 
 _WINDOW_BYTES = 1 << 20
 """Of what a proxy may send ahead on one stream."""
 _Context = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
-_HealthContext = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
 
 
 class GrpcioPort:
@@ -59,13 +58,12 @@ def _process(shared: Shared) -> grpc.GenericRpcHandler:
 
 
 def health_handler(ready: Callable[[], bool]) -> grpc.GenericRpcHandler:
-    async def check(request: health_pb2.HealthCheckRequest, context: _HealthContext) -> health_pb2.HealthCheckResponse:
-        return health.answer(request, ready)
+    async def check(_: object, context: Context) -> None:
+        request = await question(context, health_pb2.HealthCheckRequest.FromString)
+        await context.write(health.answer(request, ready))
 
-    method = grpc.unary_unary_rpc_method_handler(
-        check,
-        request_deserializer=health_pb2.HealthCheckRequest.FromString,
-        response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+    method: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+        check, response_serializer=health_pb2.HealthCheckResponse.SerializeToString
     )
     return grpc.method_handlers_generic_handler(health.SERVICE, {health.METHOD: method})
 

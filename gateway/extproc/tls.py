@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ssl
-from pathlib import Path
 
 import grpc
 
@@ -16,13 +15,10 @@ _ALPN = "h2"
 
 
 class Given:
-    """Of files that may change. With `client_ca`, a PEM file, clients of gRPC's own server have to show a certificate
-    of these CAs.
-    """
+    """Of files that may change."""
 
-    def __init__(self, certificate: ServingCertificate, client_ca: str | None = None) -> None:
+    def __init__(self, certificate: ServingCertificate) -> None:
         self._certificate = certificate
-        self._client_ca = client_ca or certificate.client_ca
 
     def context(self) -> ssl.SSLContext:
         """Whoever owns the certificate refreshes it."""
@@ -39,12 +35,12 @@ class Given:
             if certificate.n_taken == served:
                 return None
             served = certificate.n_taken
-            return _of_files(certificate, self._client_ca)
+            return _configured(certificate)
 
         return grpc.dynamic_ssl_server_credentials(
-            _of_files(certificate, self._client_ca),
+            _configured(certificate),
             fetch,  # type: ignore[arg-type]
-            require_client_authentication=self._client_ca is not None,
+            require_client_authentication=certificate.client_ca is not None,
         )
 
 
@@ -67,10 +63,10 @@ class SelfSigned:
 Identity = Given | SelfSigned
 
 
-def _of_files(certificate: ServingCertificate, client_ca: str | None) -> grpc.ServerCertificateConfiguration:
-    cert, key = certificate.contents[:2]
-    roots = None if client_ca is None else Path(client_ca).read_bytes()
-    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
+def _configured(certificate: ServingCertificate) -> grpc.ServerCertificateConfiguration:
+    """What is in force: files that are on their way to be replaced are not looked at."""
+    cert, key, *cas = certificate.contents
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=cas[0] if cas else None)
 
 
 def _new_pair() -> tuple[bytes, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from pathlib import Path
@@ -15,6 +16,7 @@ from gateway.errors import UserError
 from gateway.indexservice.guard import credentials
 from gateway.indexservice.server import MOST_MESSAGE_BYTES
 
+_log = logging.getLogger(__name__)
 _FIRST_S, _MOST_S = 0.1, 2.0
 
 
@@ -24,17 +26,25 @@ class Addresses:
     """
 
     def __init__(self, config: IndexServiceConfig, rng: random.Random) -> None:
+        self._config = config
         self._addresses = config.addresses
-        self._credentials = _credentials(config) if config.tls else None
         self._server_name = config.server_name
-        token = read(
-            config.token_file, config.token_env, os.environ, key="index.service.token_file", what="an indexer's token"
-        )
-        self.metadata = credentials(token)
-        """Goes with each call."""
+        self._problem = ""
+        self._read()
         self._rng = rng
         self._at = 0
         self._failures = 0
+
+    def _read(self) -> None:
+        """Raises UserError."""
+        config = self._config
+        shown = _credentials(config) if config.tls else None
+        token = read(
+            config.token_file, config.token_env, os.environ, key="index.service.token_file", what="an indexer's token"
+        )
+        self._problem, self._credentials = "", shown
+        self.metadata = credentials(token)
+        """Goes with each call."""
 
     @property
     def current(self) -> str:
@@ -69,6 +79,13 @@ class Addresses:
         return options
 
     def credentials(self) -> grpc.ChannelCredentials | None:
+        """For a new channel; certificates and token are read again for it."""
+        try:
+            self._read()
+        except UserError as exc:
+            if str(exc) != self._problem:
+                _log.warning("the last good certificates and token for indexers are used: %s", exc)
+            self._problem = str(exc)
         return None if self.current.startswith("unix:") else self._credentials
 
 

@@ -13,7 +13,7 @@ _SCHEME = "Bearer "
 MOST_WATCHERS = 1024
 """Copies that are kept or read at once: each holds what it has not taken yet."""
 MOST_MATCHES = 256
-"""Questions at once: each is up to 8 MiB."""
+"""Questions at once beside them: each is up to 8 MiB."""
 
 
 def credentials(token: str | None) -> tuple[tuple[str, str], ...] | None:
@@ -40,9 +40,7 @@ class TokenDemanded(grpc.aio.ServerInterceptor):
         if handler is None or not details.method.startswith(self._prefix) or self._is_in(details):
             return handler
         self._told()
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_refuse)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        return grpc.stream_stream_rpc_method_handler(_refuse)  # For the question of any other it would be waited.
 
     def _is_in(self, details: grpc.HandlerCallDetails) -> bool:
         given = [value for name, value in details.invocation_metadata or () if name == _HEADER]
@@ -52,5 +50,5 @@ class TokenDemanded(grpc.aio.ServerInterceptor):
         return hmac.compare_digest(value, self._expected)
 
 
-async def _refuse(_: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this indexer wants its token (index.service.token_file)")

@@ -20,6 +20,7 @@ from gateway.indexservice.followed import Followed
 from gateway.indexservice.server import SERVICE
 from gateway.indexservice.wire import WireError, change_of, section_changes, status_of
 from gateway.pb import indexer_pb2 as pb
+from gateway.right_of_way import RightOfWay
 from indexer import Change, Holder, Replica
 from scorer.types import RequestFacts
 
@@ -45,9 +46,18 @@ class _Broken(Exception):
 class ReplicaLink(Followed):
     """An `Intake` whose workers an indexer knows. `on_news` and `on_clear` are called from its thread."""
 
-    def __init__(self, addresses: Addresses, replica: Replica, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        addresses: Addresses,
+        replica: Replica,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        right_of_way: RightOfWay | None = None,
+    ) -> None:
+        """Before each change that is taken in, the thread gives way to who has the `right_of_way`."""
         super().__init__(addresses, now)
         self._replica = replica
+        self._right_of_way = right_of_way or RightOfWay()
         self._feeds: dict[Holder, pb.Feed] = {}
         self._heard_s: dict[Holder, float] = {}
         self._instance = ""
@@ -55,6 +65,8 @@ class ReplicaLink(Followed):
         """Of the last delta taken in."""
         self._last_heard_s = now()
         """Infinite while something is taken in, however long that takes on a busy machine."""
+        self._is_silent = False
+        """Whether it was hung up on for saying nothing."""
         self._apart_s = _APART_S[0]
         self._told: set[Holder] | None = None
         """Holders the snapshot has told of; None: none is coming in."""
@@ -109,6 +121,7 @@ class ReplicaLink(Followed):
     def status(self) -> dict[Holder, FeedStatus]:
         now_s = self._now()
         if now_s - self._last_heard_s > SILENT_S:
+            self._is_silent = True
             self._hang_up()
         stale = self.is_stale
         return {
@@ -153,7 +166,7 @@ class ReplicaLink(Followed):
                 if code is grpc.StatusCode.OUT_OF_RANGE:
                     wait_s = self._apart("cut_off", "this process was too slow for what changes")
                 else:
-                    wait_s = self._lost("lost", detail)
+                    wait_s = self._lost("lost", f"it said nothing for {SILENT_S:g} s" if self._is_silent else detail)
             except _Broken as exc:
                 wait_s = self._apart(exc.what, str(exc))
             except Exception as exc:
@@ -204,6 +217,7 @@ class ReplicaLink(Followed):
             channel = grpc.secure_channel(self.address, credentials, options)
         self._channel = channel
         self._last_heard_s = self._now()
+        self._is_silent = False
         watch = channel.unary_stream(f"/{SERVICE}/Watch", pb.WatchRequest.SerializeToString, pb.Update.FromString)
         request = pb.WatchRequest(instance=self._instance, sequence=self.sequence)
         call = self._call = watch(request, metadata=self._addresses.metadata)
@@ -221,11 +235,13 @@ class ReplicaLink(Followed):
         if update.HasField("begin"):
             self._begin(update.begin)
         for section in update.sections:
+            self._right_of_way.give()
             self._section(section)
         for delta in update.deltas:
             if delta.sequence != self.sequence + 1:
                 raise _Broken("gaps", f"delta {delta.sequence} came after {self.sequence}")
             for change in delta.changes:
+                self._right_of_way.give()
                 self._change(change)
             self.sequence = delta.sequence
         if update.HasField("end"):

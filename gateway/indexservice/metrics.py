@@ -20,7 +20,7 @@ _COUNTED = {
     "cut": "Watchers cut off because they were too slow.",
     "matches": "Prompts looked up for others.",
     "refused": "Questions that were none.",
-    "turned_away": "Copies that were not begun, as there were too many.",
+    "turned_away": "Copies and questions refused, as there were too many at once.",
     "unauthenticated": "Calls without the token.",
 }
 

@@ -6,16 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import grpc
 import msgspec
 
 from gateway.auth.admin import is_loopback
 from gateway.auth.token import read
 from gateway.config import Config
 from gateway.config.flags import INDEXER_ALIASES
-from gateway.config.schema import IndexerConfig, RedisConfig
+from gateway.config.schema import RedisConfig
 from gateway.core import Core
 from gateway.debug.faces import AdminPort
 from gateway.discovery import Discovery
@@ -28,7 +26,7 @@ from gateway.indexservice.server import IndexServer, Settings
 from gateway.proxy.server import HttpServer
 from gateway.publishing import EVENTS_UP
 from gateway.service import Service, admin_token_of, known_workers, run, with_policy, without_keys
-from gateway.tls import ServingCertificate
+from gateway.tls import serving_certificate
 
 _log = logging.getLogger(__name__)
 _NOTICED_S = 2.0
@@ -49,7 +47,7 @@ class Indexer(Service):
         if config.index.source != "local":
             raise UserError("index.source: an indexer subscribes to the engines itself, so that it must be local")
         config = msgspec.structs.replace(config, redis=RedisConfig())  # It decides nothing that others should hear.
-        config = without_keys(config, "indexer")
+        config = _with_client_ca(without_keys(config, "indexer"))
         token = read(
             settings.token_file, settings.token_env, os.environ, key="indexer.token_file", what="the indexer's token"
         )
@@ -91,7 +89,7 @@ class Indexer(Service):
                 host=settings.host,
                 port=settings.port,
                 socket=settings.socket,
-                credentials=_credentials(settings, self.certificate),
+                credentials=None if self.certificate is None else Given(self.certificate).credentials(),
                 token=token,
                 write_timeout_s=settings.write_timeout_s,
             ),
@@ -150,15 +148,16 @@ class Indexer(Service):
         return all(feed.phase == "live" for feed in feeds if feed.endpoint_state in EVENTS_UP and feed.replay_endpoint)
 
 
-def _credentials(settings: IndexerConfig, certificate: ServingCertificate | None) -> grpc.ServerCredentials | None:
-    if settings.client_ca is not None:
-        if certificate is None:
-            raise UserError("indexer.client_ca: clients can show certificates in TLS only; set tls.cert and tls.key")
-        try:
-            Path(settings.client_ca).read_bytes()
-        except OSError as exc:
-            raise UserError(f"indexer.client_ca: {settings.client_ca}: {exc.strerror or exc}") from None
-    return None if certificate is None else Given(certificate, settings.client_ca).credentials()
+def _with_client_ca(config: Config) -> Config:
+    """Whom its port knows its clients by is followed like the certificate it shows them. Raises UserError."""
+    client_ca = config.indexer.client_ca
+    if client_ca is None:
+        return config
+    if config.tls.cert is None:
+        raise UserError("indexer.client_ca: clients can show certificates in TLS only; set tls.cert and tls.key")
+    tls = msgspec.structs.replace(config.tls, client_ca=client_ca)
+    serving_certificate(tls)  # What can be wrong comes before what has to be closed.
+    return msgspec.structs.replace(config, tls=tls)
 
 
 def main(args: Sequence[str]) -> int:

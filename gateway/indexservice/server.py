@@ -7,10 +7,10 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import msgspec
@@ -23,10 +23,11 @@ from gateway.indexservice.publisher import Publisher, knowledge
 from gateway.indexservice.questions import BadQuestion, prompt_of
 from gateway.indexservice.wire import sections
 from gateway.pb import indexer_pb2 as pb
-from gateway.rpc import bind, host_port
+from gateway.rpc import Context, bind, host_port, question
 from indexer import Holder, PrefixIndex
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SERVICE = "warmroute.indexer.v1.Indexer"
 MOST_MESSAGE_BYTES = 8 << 20
@@ -36,8 +37,6 @@ _HEARTBEAT_S = 1.0
 _SNAPSHOTS_AT_ONCE = 2
 """More would not be sooner done, and hold up lookups."""
 _TOO_SLOW = "this watcher fell behind what is kept; begin anew"
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +92,7 @@ class IndexServer:
         self._ready = ready
         self._forgotten = forget
         self._servers: list[grpc.aio.Server] = []
-        self._copying = 0
+        self._calls = self._copying = 0
         self._ending = asyncio.Event()
         self._reading = asyncio.Semaphore(_SNAPSHOTS_AT_ONCE)
         self._version = version("warmroute")
@@ -115,8 +114,7 @@ class IndexServer:
     async def _listen(
         self, address: str, credentials: grpc.ServerCredentials | None, guards: list[TokenDemanded]
     ) -> int:
-        most = MOST_WATCHERS + MOST_MATCHES
-        server = grpc.aio.server(interceptors=guards, options=_OPTIONS, maximum_concurrent_rpcs=most)
+        server = grpc.aio.server(interceptors=guards, options=_OPTIONS)
         server.add_generic_rpc_handlers([self._handler(), health_handler(self.is_serving)])
         try:
             bound = bind(server, address, credentials)
@@ -145,17 +143,39 @@ class IndexServer:
                 os.unlink(self._settings.socket)
 
     def _handler(self) -> grpc.GenericRpcHandler:
-        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Match": unary(self._match, pb.MatchRequest.FromString, None),
-                "Watch": stream(self._watch, pb.WatchRequest.FromString, None),
-                "Snapshot": stream(self._snapshot, pb.SnapshotRequest.FromString, None),
-                "Stats": unary(self._stats, pb.StatsRequest.FromString, pb.StatsResponse.SerializeToString),
-                "Forget": unary(self._forget, pb.ForgetRequest.FromString, pb.ForgetResponse.SerializeToString),
-            },
-        )
+        methods = {
+            "Match": self._counted(self._match, pb.MatchRequest.FromString),
+            "Watch": self._counted(self._watch, pb.WatchRequest.FromString),
+            "Snapshot": self._counted(self._snapshot, pb.SnapshotRequest.FromString),
+            "Stats": self._counted(self._stats, pb.StatsRequest.FromString),
+            "Forget": self._counted(self._forget, pb.ForgetRequest.FromString),
+        }
+        served: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, served)
+
+    def _counted(
+        self, method: Callable[[T, Context], Awaitable[bytes | None]], read: Callable[[bytes], T]
+    ) -> Callable[[object, Context], Awaitable[None]]:
+        """`method` (None: it has written its answers itself) where not too many run. Strangers and health take no
+        place.
+        """
+
+        async def serve(_: object, context: Context) -> None:
+            most = MOST_WATCHERS + MOST_MATCHES
+            if self._calls >= most:
+                self.counts.turned_away += 1
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} calls run, the most")
+            self._calls += 1
+            try:
+                answer = await method(await question(context, read), context)
+                if answer is not None:
+                    await context.write(answer)
+            finally:
+                self._calls -= 1
+
+        return serve
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
@@ -170,7 +190,7 @@ class IndexServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
         return self._answers.of(found)
 
-    async def _stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+    async def _stats(self, request: pb.StatsRequest, context: Context) -> bytes:
         publisher, index = self._publisher, self._index
         held = index.held_tokens()
         digests = await asyncio.to_thread(index.digests)
@@ -198,12 +218,12 @@ class IndexServer:
                 resident_blocks=blocks,
                 digest=pb.Digest(blocks=n_keys, keys_sum=keys_sum),
             )
-        return answer
+        return answer.SerializeToString()
 
-    async def _forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetResponse:
+    async def _forget(self, request: pb.ForgetRequest, context: Context) -> bytes:
         if not self._forgotten(request.worker):
             await context.abort(grpc.StatusCode.NOT_FOUND, "no worker of that name is followed")
-        return pb.ForgetResponse()
+        return pb.ForgetResponse().SerializeToString()
 
     async def _refuse_unready(self, context: Context) -> None:
         if not self.is_serving():

@@ -13,11 +13,14 @@ from gateway.engine.intake import Link
 from gateway.indexservice.addresses import Addresses
 from gateway.indexservice.link import ReplicaLink
 from gateway.indexservice.query import AskedIndex, QueryLink
+from gateway.right_of_way import RightOfWay
 from indexer import PrefixIndex, Replica
 
 
-def index_of(config: Config, rng: random.Random) -> tuple[PrefixIndex, Link | None]:
-    """The index, and what feeds it if that is somebody else. Raises UserError."""
+def index_of(
+    config: Config, rng: random.Random, right_of_way: RightOfWay | None = None
+) -> tuple[PrefixIndex, Link | None]:
+    """The index, and what feeds it if that is somebody else, who gives the `right_of_way`. Raises UserError."""
     index = config.index
     if index.source == "local":
         own = PrefixIndex(
@@ -29,7 +32,7 @@ def index_of(config: Config, rng: random.Random) -> tuple[PrefixIndex, Link | No
         asked = AskedIndex()
         return asked, QueryLink(addresses, asked, budget_s=index.service.budget_ms / 1000)
     replica = Replica(budget_bytes=index.budget_bytes)
-    return replica, ReplicaLink(addresses, replica)
+    return replica, ReplicaLink(addresses, replica, right_of_way=right_of_way)
 
 
 class LinkMetrics(Collector):

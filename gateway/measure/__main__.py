@@ -1,4 +1,5 @@
-"""`python -m gateway.measure front MODEL ROUNDS` and `... stall MODEL WINDOWS WINDOW_S`: one JSON object on stdout.
+"""`python -m gateway.measure front MODEL ROUNDS`, `... stall MODEL WINDOWS WINDOW_S` and `... ingest ROUNDS`: one JSON
+object on stdout.
 
 `... indexer WORKERS BLOCKS SECONDS` does so too, beside a process of `... serve-indexer WORKERS BLOCKS SOCKET`.
 `... ask HELD ADDRESS`, `... watch ADDRESS` and `... keep WORKERS COPIES REDIS_URL` are of `python -m bench scale`.
@@ -16,6 +17,7 @@ from typing import Any
 from gateway.measure.asking import ask_indexer, keep_snapshots, watch_indexer
 from gateway.measure.front import measure_front
 from gateway.measure.indexer import measure_indexer, serve_indexer
+from gateway.measure.ingest import measure_ingest
 from gateway.measure.picker import serve_picker
 from gateway.measure.stall import measure_stall
 from gateway.service import tune_interpreter
@@ -39,14 +41,15 @@ def main(args: Sequence[str]) -> None:
         measured, of = measure_indexer(int(args[1]), int(args[2]), float(args[3]))
         print(json.dumps({"figures": measured, "used": of}))
         return None
-    what, model, *rest = args
     used: dict[str, Any] = {"scheduled": _ahead_of_others()}
     tune_interpreter()
-    if what == "front":
-        figures, encoder = measure_front(int(rest[0]), model)
+    if args[0] == "ingest":
+        figures = measure_ingest(int(args[1]))
+    elif args[0] == "front":
+        figures, encoder = measure_front(int(args[2]), args[1])
         used |= encoder
     else:
-        figures = measure_stall(int(rest[0]), float(rest[1]), model)
+        figures = measure_stall(int(args[2]), float(args[3]), args[1])
     print(json.dumps({"figures": figures, "used": used}))
     return None
 

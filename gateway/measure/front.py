@@ -20,6 +20,7 @@ from typing import Any
 import uvloop
 
 from gateway.request import RequestReader
+from gateway.right_of_way import RightOfWay
 from gateway.tokens import TokenService, TokenSettings
 from scorer.fleet import Fleet
 from scorer.planner import Planner
@@ -100,11 +101,12 @@ class Front:
 
     def __init__(self, service: TokenService, planner: Planner, draw: Draw, history: Chat, history_tokens: int) -> None:
         self.planner = planner
+        self.right_of_way = RightOfWay()
         self.history = history
         self.history_tokens = history_tokens
         self._draw = draw
         self._rng = random.Random(history_tokens)  # noqa: S311
-        self._reader = RequestReader(planner.fleet, service)
+        self._reader = RequestReader(planner.fleet, service, right_of_way=self.right_of_way)
         self._ids = 0
 
     @classmethod
@@ -132,6 +134,7 @@ class Front:
     async def plan(self, raw: bytes) -> RequestFacts:
         self._ids += 1
         facts = await self._reader.read(f"r{self._ids}", "chat", raw, {})
+        self.right_of_way.take()
         self.planner.plan(facts, None, NOW_S, self._rng)
         return facts
 

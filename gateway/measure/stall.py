@@ -46,7 +46,7 @@ async def _measure(windows: int, window_s: float, model: str) -> dict[str, float
         for name, planning in (("_no_events_no_requests", False), ("_no_events", True)):
             p99s = [(await _window(front, bodies if planning else [], ticks, window_s))[0] for _ in range(windows)]
             out[f"loop_p99{name}_ms"] = statistics.median(p99s) * 1e3
-        ingest = EventIngest(front.planner.index)
+        ingest = EventIngest(front.planner.index, right_of_way=front.right_of_way)
         publisher = await _start_publisher()
         ingest.start()
         try:

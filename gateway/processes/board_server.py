@@ -80,7 +80,7 @@ class BoardServer:
                 await writer.drain()
         except (ConnectionError, asyncio.CancelledError):
             pass  # It went, or we do.
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
             _log.warning("a message to the board that made no sense; its connection is closed")
         finally:
             writer.close()

@@ -193,14 +193,8 @@ async def _board(life: _Life, given: Config, it: Assignment) -> None:
 
 
 def _follow(life: _Life, service: DataPlaneProcess | HubProcess, config: Config, source: Source) -> None:
-    reloading = service.follow_config(config, source)
-
-    def reload() -> None:
-        reloading.reload()
-        if service.core.keys is not None:
-            service.core.keys.reload()
-
-    life.reload = reload
+    service.follow_config(config, source)
+    life.reload = service.reload
 
 
 def _write(it: Assignment, metrics: bytes) -> None:

@@ -17,6 +17,7 @@ from gateway.proxy.errors import json_response
 from gateway.proxy.headers import request_headers
 from gateway.proxy.peer import Upstream, UpstreamError
 from gateway.proxy.routes import CONTROLS, Control
+from gateway.proxy.server import target_of
 from gateway.proxy.upstream import UpstreamPool
 
 _TIMEOUT_S = 120.0
@@ -46,10 +47,10 @@ class EngineControls:
         """`{"results": {worker: {"status", "body"}}}`; 200 if every worker said yes, their status if all said the same
         no, else 502.
         """
-        url = request.rel_url
-        control = CONTROLS[url.path]
+        url, path = request.rel_url, target_of(request).partition("?")[0]
+        control = CONTROLS[path]
         if request.method != control.method:
-            raise errors.method_not_allowed(request.method, url.path, frozenset({control.method}))
+            raise errors.method_not_allowed(request.method, path, frozenset({control.method}))
         workers = self._named(url)
         body = await read_body(request, _LONGEST_BODY_BYTES)
         target = URL.build(path=control.path, query=[(k, v) for k, v in url.query.items() if k != "worker"])

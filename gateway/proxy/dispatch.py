@@ -230,7 +230,7 @@ class Dispatch:
             choices.append((again, [failed.worker, *parts.available.prefills()]))
         for asked, available in choices:
             try:
-                plan = parts.planner.plan(asked, available, time.monotonic(), parts.rng)
+                plan = parts.plan(asked, available)
             except (ModelNotFound, NoWorker):
                 continue
             flight = self.flight = steps.taken_off(parts, asked, plan)

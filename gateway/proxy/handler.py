@@ -182,6 +182,7 @@ class Exchange:
             self.headers,
             body,
             salted=self.route.queued,
+            takes_salt=self.route.takes_salt,
             anonymous=is_preflight,  # Browsers send preflights without the request's headers.
             authenticated=tenant,
         )
@@ -292,7 +293,7 @@ class Exchange:
             if flight.plan.session is not None:
                 headers["x-warmroute-session"] = flight.plan.session.value
         self._name_choice(headers)
-        tail = UsageTail(self._response_head(flight))
+        tail = UsageTail(self._response_head(flight), answer.upstream.header("Content-Type"))
         if good:
             flight.first_byte()
             if answer.is_stream:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -23,12 +24,13 @@ from gateway.proxy.upstream import UpstreamPool
 from gateway.queue.queue import Queue
 from gateway.record.recorder import Recorder
 from gateway.request import RequestReader
+from gateway.right_of_way import RightOfWay
 from gateway.sidecar.hints import Hints, no_hints
 from gateway.stored import StoredResponses
 from gateway.tenancy import NO_TENANCY, Tenancy
 from gateway.tracing.types import Tracing
 from scorer.planner import Planner
-from scorer.types import RequestFacts
+from scorer.types import Plan, RequestFacts
 
 
 class Draining(Protocol):
@@ -84,3 +86,9 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     background: Background | None = None
     tracing: Tracing | None = None
     decisions: Decisions = msgspec.field(default_factory=Decisions)
+    right_of_way: RightOfWay = msgspec.field(default_factory=RightOfWay)
+
+    def plan(self, facts: RequestFacts, available: Collection[str] | None) -> Plan:
+        """As `Planner.plan`, now."""
+        self.right_of_way.take()
+        return self.planner.plan(facts, available, time.monotonic(), self.rng)

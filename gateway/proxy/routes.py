@@ -12,13 +12,14 @@ _GET = frozenset({"GET", "OPTIONS"})
 class Route(NamedTuple):
     """`tokens`: how the body's prompt is read (a kind of `TokenService.tokens_for`); None: placed by load alone.
     `queued`: the model has to run for it, so that it waits while no worker has room; `generates`: it writes text, of
-    no limit that we read.
+    no limit that we read; `takes_salt`: engines read `cache_salt` in it, so that its tenant's cache can be kept apart.
     """
 
     methods: frozenset[str]
     tokens: str | None = None
     queued: bool = True
     generates: bool = False
+    takes_salt: bool = True
 
 
 _BY_PREFIX = {
@@ -45,6 +46,10 @@ _BY_LOAD = (
     "/v1/audio/speech",
 )
 _UNREAD = ("/v1/chat/completions/batch", "/cohere/v2/chat")
+_SALTLESS = frozenset(
+    {"/cohere/v2/chat", "/v2/embed", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations"}
+)
+"""vLLM 0.32 and vLLM-Omni drop a `cache_salt` there."""
 _BY_SERVER = (
     "/v1/messages/count_tokens",
     *(f"{path}/{verb}" for path in _BY_PREFIX if path.startswith("/v1/") for verb in ("render", "derender")),
@@ -58,8 +63,8 @@ _BY_SERVER = (
 
 ROUTES: dict[str, Route] = {
     **{path: Route(_POST, kind) for path, kind in _BY_PREFIX.items()},
-    **{path: Route(_POST) for path in _BY_LOAD},
-    **{path: Route(_POST, generates=True) for path in _UNREAD},
+    **{path: Route(_POST, takes_salt=path not in _SALTLESS) for path in _BY_LOAD},
+    **{path: Route(_POST, generates=True, takes_salt=path not in _SALTLESS) for path in _UNREAD},
     **{path: Route(_POST, queued=False) for path in _BY_SERVER},
     "/version": Route(_GET, queued=False),
     "/tokenizer_info": Route(_GET, queued=False),

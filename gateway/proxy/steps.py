@@ -107,11 +107,14 @@ def identified(
     *,
     salted: bool,
     anonymous: bool,
+    takes_salt: bool = True,
     authenticated: str | None = None,
 ) -> tuple[str | None, bytes]:
     """Whose it is, and the body with the cache salt of its tenant (see `Tenancy.take`). Raises ApiError."""
     try:
-        return parts.tenancy.take(headers, body, salted=salted, anonymous=anonymous, authenticated=authenticated)
+        return parts.tenancy.take(
+            headers, body, salted=salted, takes_salt=takes_salt, anonymous=anonymous, authenticated=authenticated
+        )
     except (BadRequest, ApiError) as exc:
         raise _unidentified(parts, exc) from None
 
@@ -185,7 +188,7 @@ def booked(parts: Parts, facts: RequestFacts) -> Plan:
     """Where it goes. Raises ApiError."""
     try:
         available = parts.available.names_for(facts.subset)
-        plan = parts.planner.plan(facts, available, time.monotonic(), parts.rng)
+        plan = parts.plan(facts, available)
     except ModelNotFound as exc:
         parts.metrics.rejected("model_not_found")
         raise errors.model_not_found(exc.model) from None

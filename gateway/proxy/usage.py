@@ -4,7 +4,8 @@
 as the pieces they came in and looked at once, at the end: how the bytes were cut makes no difference.
 
 Engines repeat what clients wrote, as JSON too: schemas of tools, metadata, messages. So only the answer's own member
-counts, or that of the response in the event that ends it, wherever else something is called `usage`.
+counts, or that of the response in the event that ends it, wherever else something is called `usage`. An answer that is
+neither JSON nor a stream of events says none: a transcription as plain text is what a client has spoken.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _KEY = b'"usage"'
 _USAGE = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 _TYPE = re.compile(rb'"type"\s*:\s*"([^"\\]*+)"')
+_TELLING = re.compile(r"\s*(?:application/(?:[\w.+-]+\+)?json|text/event-stream)\s*(?:;|\Z)", re.IGNORECASE | re.ASCII)
 _SHALLOW = re.compile(rb"\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}")
 """An object that holds objects, but these none: as all usages of today."""
 _WITHIN = frozenset({"response.completed", "response.incomplete", "response.failed", "message-end"})
@@ -82,11 +84,12 @@ _documents = msgspec.json.Decoder(_Document)
 class UsageTail:
     """The end of one answer."""
 
-    __slots__ = ("_head", "_is_cut", "_pieces", "_size")
+    __slots__ = ("_head", "_is_cut", "_pieces", "_size", "_tells")
 
-    def __init__(self, head: ResponseHead | None = None) -> None:
-        """`head` is shown its beginning."""
+    def __init__(self, head: ResponseHead | None = None, content_type: str | None = "application/json") -> None:
+        """`head` is shown its beginning; `content_type` is what its header says."""
         self._head = head
+        self._tells = content_type is not None and _TELLING.match(content_type) is not None
         self._pieces: deque[bytes] = deque()
         self._size = 0
         self._is_cut = False
@@ -108,6 +111,8 @@ class UsageTail:
 
     def read(self) -> Usage | None:
         """What the answer, or the last event that says so, took. One of the wrong shape is ignored."""
+        if not self._tells:
+            return None
         kept = b"".join(self._pieces)
         tail = kept[-TAIL_BYTES:]
         at = tail.rfind(_KEY)

@@ -24,6 +24,7 @@ from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
     ClusterError,
+    InvalidResponse,
     MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
@@ -45,7 +46,8 @@ _PORTS = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 Client = Redis | RedisCluster
 
 FAILURES = {
-    "unreachable": "no connection: start it, or mend redis.url or the network between",
+    "unreachable": "no connection: start it, mend redis.url or the network between, or raise its maxclients",
+    "protocol": "what answers is no Redis: mend redis.url",
     "slow": "no answer in redis.op_timeout_ms: look at its SLOWLOG and LATENCY, or give it more time",
     "auth": "it refuses the password or user: mend redis.user, and {password_env} or redis.password_file",
     "no_permission": "its ACL forbids a command or key that is needed: docs/replicas.md has the user to make",
@@ -55,7 +57,8 @@ FAILURES = {
     "cluster": "it is a node of a cluster: set redis.mode: cluster",
     "cluster_down": "its cluster has slots nobody serves: mend the cluster",
     "no_master": "its sentinels know no master named redis.sentinel_master, or it is down",
-    "refused": "it refuses a command (its log says more)",
+    "wrong_type": "something else is kept under a key that is needed: delete it, or choose another redis.prefix",
+    "refused": "it refuses a command that Redis 5.0 and later know: redis.url leads to something else, or to a proxy",
     "misread": "unexpected: the gateway's log has it",
 }
 """Kinds of failure, a closed list, and what to do about each."""
@@ -86,6 +89,8 @@ def failure(exc: BaseException, mode: str = "single") -> str:
             return "slow"
         case ResponseError():
             return _by_word(str(exc))
+        case InvalidResponse():
+            return "protocol"
         case RedisError() | OSError():
             return "unreachable"
         case RuntimeError() if str(exc).endswith("handler is closed"):
@@ -93,13 +98,23 @@ def failure(exc: BaseException, mode: str = "single") -> str:
     return "misread"
 
 
+_WORDS = {
+    "NOAUTH": "auth",
+    "WRONGPASS": "auth",
+    "NOPERM": "no_permission",
+    "OOM": "full",
+    "WRONGTYPE": "wrong_type",
+    "MISCONF": "readonly",
+    "NOREPLICAS": "readonly",
+}
+"""The last two: it takes no writes until its disk or its replicas are well."""
+
+
 def _by_word(text: str) -> str:
     """Of errors that the client has no class for."""
-    for word, kind in (("NOAUTH", "auth"), ("WRONGPASS", "auth"), ("NOPERM", "no_permission"), ("OOM", "full")):
+    for word, kind in _WORDS.items():
         if text.startswith(word):
             return kind
-    if text.startswith(("MISCONF", "NOREPLICAS")):  # It takes no writes until its disk or its replicas are well.
-        return "readonly"
     return "refused"
 
 

@@ -104,10 +104,14 @@ class Publisher:
             pipeline.expire(self._keys.writers, WRITERS_TTL_S)
             self._counts.sent(len(data))
         kept = self._to_keep(pipeline, now_s)
-        await pipeline.execute()
+        answers: list[Any] = await pipeline.execute()
         if now_s >= self._whole_at_s:
             self._whole_at_s = now_s + self._whole_every_s
         self._kept.update(kept)
+        for key, was_there in zip(reversed(kept), reversed(answers), strict=False):
+            if not was_there:  # It was emptied, or has evicted it: next time it is written, not only kept for longer.
+                del self._kept[key]
+                self._kept_at_s = 0.0
 
     async def leave(self, client: Client) -> None:
         """Nothing is in flight here any more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from threading import Lock
@@ -12,12 +12,21 @@ import xxhash
 # Dict entry, key and bytes object, beside the ids themselves.
 _ENTRY_BYTES = 200
 
-_seeds = itertools.count(1)
+_SEED_BITS = 62
 
 
 def new_seed() -> int:
-    """Tells keys of one maker of ids from those of all others; an address would be used again after its object."""
-    return next(_seeds)
+    """Tells keys of one maker of ids from those of all others. Nobody can know it: who did could make a text whose ids
+    are then taken for those of another one.
+    """
+    return secrets.randbits(_SEED_BITS)
+
+
+def part_of(salt: str) -> int:
+    """What keys of prompts with that cache salt are made different by, as their KV blocks are: how soon the ids of a
+    text are there does not tell that another tenant has sent it.
+    """
+    return xxhash.xxh3_64_intdigest(salt.encode("utf-8", "surrogatepass"))
 
 
 class IdCache:

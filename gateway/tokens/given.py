@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gateway.tokens import convert, estimate
+from gateway.tokens.cache import part_of
 from gateway.tokens.types import CannotTokenize, Json, Reason, pack_ids
 
 
@@ -49,6 +50,8 @@ class TextPrompt:
     text: str
     add_special_tokens: bool
     truncation: Truncation = WHOLE
+    part: int = 0
+    """Of the cache of ids (see `part_of`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class ChatPrompt:
     add_special_tokens: bool = False
     api: Literal["chat", "messages", "responses"] = "chat"
     truncation: Truncation = WHOLE
+    part: int = 0
 
     @property
     def messages(self) -> list[Any]:
@@ -98,12 +102,19 @@ Prompt = GivenPrompt | TextPrompt | ChatPrompt | OpaquePrompt
 def prompts_of(kind: str, body: Mapping[str, Any]) -> list[Prompt]:
     """The prompts of one request, in order; at least one. Never raises."""
     try:
-        return _PARSERS[kind](body)
+        return _apart(_PARSERS[kind](body), body.get("cache_salt"))
     except CannotTokenize as exc:
         reason = exc.reason
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError, RecursionError):
         reason = Reason.MALFORMED if kind in _PARSERS else Reason.UNKNOWN_KIND
     return [OpaquePrompt(reason, estimate.body_bytes(kind, body))]
+
+
+def _apart(prompts: list[Prompt], salt: object) -> list[Prompt]:
+    if not isinstance(salt, str):
+        return prompts
+    part = part_of(salt)
+    return [replace(each, part=part) if isinstance(each, TextPrompt | ChatPrompt) else each for each in prompts]
 
 
 def _completions(body: Mapping[str, Any]) -> list[Prompt]:

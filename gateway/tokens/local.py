@@ -135,12 +135,12 @@ class LocalTokenizer:
             raise CannotTokenize(Reason.HARMONY)
         return render_chat(prompt, self._template_for(prompt), self._settings, self._special_tokens)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+    def encode(self, text: str, *, add_special_tokens: bool, part: int = 0) -> bytes:
         """Token ids of `text`, uint32 little-endian. Raises CannotTokenize for what is not Unicode text."""
-        return self.look_up(text, add_special_tokens=add_special_tokens).ids()
+        return self.look_up(text, add_special_tokens=add_special_tokens, part=part).ids()
 
-    def look_up(self, text: str, *, add_special_tokens: bool) -> Lookup:
-        """What is known of `text`: microseconds of work. Raises as `encode` does."""
+    def look_up(self, text: str, *, add_special_tokens: bool, part: int = 0) -> Lookup:
+        """What is known of `text` in that part of the cache: microseconds of work. Raises as `encode` does."""
         try:
             data = text.encode()
         except UnicodeEncodeError as exc:
@@ -151,7 +151,7 @@ class LocalTokenizer:
             cut = data.split(way.separator.text, MOST_PIECES)
             if len(cut) <= MOST_PIECES:
                 pieces, glue, around, add_special_tokens = cut, way.separator.ids, added, False
-        seed = 2 * way.seed + add_special_tokens
+        seed = (2 * way.seed + add_special_tokens) ^ part
         keys = [IdCache.key(piece, seed) for piece in pieces]
         found = self._cache.get_all(keys, map(len, pieces))
         new = {key: piece for key, piece, ids in zip(keys, pieces, found, strict=True) if ids is None}
@@ -192,7 +192,7 @@ class LocalTokenizer:
         text = self.text_of(prompt).text
         way, add_special_tokens = self._way, prompt.add_special_tokens
         (ids,) = self._plain.encode([text], add_special_tokens=add_special_tokens)
-        if self.shortcuts and self.encode(text, add_special_tokens=add_special_tokens) != ids:
+        if self.shortcuts and self.encode(text, add_special_tokens=add_special_tokens, part=prompt.part) != ids:
             whole = self._made(way, [text], add_special_tokens=add_special_tokens)
             culprit = "it" if whole != [ids] else "cutting it into pieces"
             self._give_up(f"{culprit} made other ids of a prompt than 'tokenizers'")

@@ -249,7 +249,9 @@ class ModelTokens:
         if self._harmony and isinstance(prompt, ChatPrompt):
             raise CannotTokenize(Reason.HARMONY)
         rendered = self._local.text_of(prompt)
-        return rendered, self._local.look_up(rendered.text, add_special_tokens=prompt.add_special_tokens)
+        return rendered, self._local.look_up(
+            rendered.text, add_special_tokens=prompt.add_special_tokens, part=prompt.part
+        )
 
     def _tokenize(self, prompt: Tokenizable) -> _Found:
         """Renders and encodes; runs in a worker thread."""
@@ -269,7 +271,7 @@ class ModelTokens:
         if self.engine.state() == "open":
             raise CannotTokenize(Reason.BREAKER_OPEN)
         body, prefix_only = tokenize_body(prompt, self.name, self._settings)
-        key = IdCache.key(body, 2 * self._engine_seed)
+        key = IdCache.key(body, (2 * self._engine_seed) ^ prompt.part)
         ids = self._shared.cache.get(key, len(body))
         if ids is None:
             n_tokens = estimate.tokens_of(len(body), self._settings.bytes_per_token)

@@ -171,6 +171,37 @@ async def test_a_web_page_changes_nothing(fleet: Fleet) -> None:
     assert (await call(fleet, "POST", "/a/undrain", Origin=fleet.admin))[0] == 200  # A page of the gateway's own.
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_a_web_page_cannot_even_make_work_here(fleet: Fleet, site: str) -> None:
+    """Browsers send a GET without being asked whether they may: a recording, or a look at every block."""
+    for mode in ("no-cors", "cors", "websocket"):
+        told = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode}
+        for path in ("/debug/record", "/debug/cache?digests", "/debug/stream", "/metrics"):
+            async with fleet.http.get(fleet.admin + path, headers=told) as response:
+                assert response.status == 403, path
+                assert (await response.json())["error"]["code"] == "cross_origin"
+        status, answer = await call(fleet, "POST", "/a/drain", **told)  # Some leave Origin out.
+        assert (status, answer["error"]["code"]) == (403, "cross_origin")
+    assert not fleet.gateway.core.recorder.active
+    for headers in (
+        {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate"},  # A link.
+        {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"},
+        {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
+    ):
+        async with fleet.http.get(fleet.admin + "/debug", headers=headers) as response:
+            assert response.status == 200, headers
+
+
+async def test_what_is_no_url_of_a_page_is_refused(fleet: Fleet) -> None:
+    host, port = fleet.admin.removeprefix("http://").split(":")
+    for target in ("/sleep", "/reset_prefix_cache", "/debug/config", "/admin/workers", "localhost:1"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"CONNECT {target} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+        status = int((await asyncio.wait_for(reader.readline(), 60)).split()[1])
+        writer.close()
+        assert 400 <= status < 500, target
+
+
 async def test_a_name_that_was_made_to_lead_here_reaches_nothing(fleet: Fleet) -> None:
     """DNS rebinding: the page of a site whose name means this machine now is of the same origin as the admin port."""
     for host in ("evil.example", "evil.example:18001", "127.0.0.1.evil.example", "localhost.evil.example:1"):

@@ -282,6 +282,28 @@ async def test_tokens_are_reserved_and_put_right_by_usage() -> None:
         await until(world.is_idle)
 
 
+@pytest.mark.parametrize("content_type", ["text/plain; charset=utf-8", None])
+async def test_what_somebody_has_dictated_is_not_what_it_took(content_type: str | None) -> None:
+    spoken = b'{"usage":{"prompt_tokens":0,"completion_tokens":0}}'
+
+    async def transcribes(call: Call) -> None:
+        rows = [] if content_type is None else [f"Content-Type: {content_type}"]
+        head = "\r\n".join(["HTTP/1.1 200 OK", f"Content-Length: {len(spoken)}", *rows])
+        await call.send(head.encode() + b"\r\n\r\n" + spoken)
+
+    secret, key = made(tokens_per_minute=100_000)
+    async with Stub(transcribes) as stub, World({"a": stub.url}, keys=(key,)) as world:
+        headers = {**bearer(secret), "Content-Type": "multipart/form-data; boundary=b"}
+        spoken_form = form(('name="model"', b"m"), FILE)
+        status, answer, _ = await world.post(spoken_form, "/v1/audio/transcriptions", **headers)
+        assert (status, answer) == (200, spoken)
+        await until(world.is_idle)
+        counted = sum(
+            world.value("warmroute_tenant_tokens_total", tenant="acme", kind=kind) or 0 for kind in ("prompt", "output")
+        )
+        assert counted > 0, "nothing is counted of what was reserved"
+
+
 async def test_a_request_that_nobody_answers_well_costs_no_tokens() -> None:
     async def refuses(call: Call) -> None:
         await call.ok(b'{"error":{}}', status="400 Bad Request")
@@ -500,7 +522,8 @@ async def test_what_a_key_costs_a_request() -> None:
         assert (time.thread_time() - began_s) / 2000 < 300e-6
 
 
-SALTED = sorted(path for path, route in ROUTES.items() if route.queued and "POST" in route.methods)
+SALTLESS = ["/cohere/v2/chat", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v2/embed"]
+SALTED = sorted({path for path, route in ROUTES.items() if route.queued and "POST" in route.methods} - {*SALTLESS})
 
 
 @pytest.mark.parametrize("path", SALTED)
@@ -517,6 +540,20 @@ async def test_every_path_that_runs_the_model_has_the_salt_of_its_tenant(path: s
                 assert status == 400
         assert len(salts) == 2
         assert len(stub.calls) == 2
+
+
+@pytest.mark.parametrize("path", SALTLESS)
+async def test_a_path_on_which_engines_drop_the_salt_is_refused_where_tenants_have_one(path: str) -> None:
+    secret, key = made("a")
+    body = {**CHAT, "input": "x", "texts": ["x"]}
+    for salt, expected in (("derive", 400), ("off", 200)):
+        tenancy = TenancyConfig(salt=salt)  # type: ignore[arg-type]
+        async with Stub(ok) as stub, World({"a": stub.url}, keys=(key,), tenancy=tenancy) as world:
+            status, answer, _ = await world.post(body, path, **bearer(secret))
+            assert status == expected, answer
+            assert len(stub.calls) == (expected == 200)
+            if expected == 400:
+                assert b"not_salted" in answer
 
 
 async def test_a_preflight_needs_no_key_and_brings_nothing() -> None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from gateway.engine.health import State
+from gateway.right_of_way import RightOfWay
 from tests.support.command import Command
 from tests.support.gateway_world import Fleet, engine, until
 
@@ -97,6 +98,18 @@ async def test_a_prompt_returns_to_where_it_is_cached(fleet: Fleet) -> None:
     assert page["workers"][first]["ranks"]["0"]["held"]["blocks"]["gpu"] > 200
     assert page["top_prefixes"][0]["saved_tokens"] > 3000
     assert "fox" not in str(page)
+
+
+async def test_who_takes_in_events_gives_way_to_who_reads_and_places_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[RightOfWay] = []
+    given: list[RightOfWay] = []
+    monkeypatch.setattr(RightOfWay, "take", lambda way: taken.append(way))
+    monkeypatch.setattr(RightOfWay, "give", lambda way: given.append(way))
+    async with Fleet(a=engine()) as fleet:
+        await fleet.complete("somewhere")
+        await until(lambda: given != [])
+        assert taken == [fleet.core.right_of_way] * 2
+        assert set(given) == {fleet.core.right_of_way}
 
 
 async def test_an_adapter_goes_to_a_worker_that_has_it(fleet: Fleet) -> None:

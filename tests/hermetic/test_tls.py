@@ -11,10 +11,11 @@ import pytest
 import trustme
 
 from bench.engine.server import FakeVllm
-from gateway import tls
+from gateway import service, tls
 from gateway.cli import main
 from gateway.config import Config
 from gateway.config.schema import GatewayConfig, TlsConfig, TokensConfig, Worker
+from gateway.debug.health import degradations
 from gateway.discovery import DnsDiscovery, Source
 from gateway.errors import UserError
 from gateway.proxy.peer import NoConnection, PoolSettings
@@ -42,6 +43,15 @@ class Files:
         Path(self.cert).write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
         leaf.private_key_pem.write_to_path(self.key)
         return leaf
+
+    def swap_key(self, content: bytes | None) -> bytes:
+        """None: there is none any more. What there was."""
+        file = Path(self.key)
+        before = file.read_bytes() if file.exists() else b""
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        return before
 
     @property
     def serving(self) -> TlsConfig:
@@ -78,6 +88,42 @@ async def test_the_data_plane_serves_tls_and_takes_renewed_files(files: Files) -
             await pod.complete()  # Plain HTTP.
         async with pod.http.get(pod.admin + "/livez") as admin:  # The admin port is on the loopback, in plain HTTP.
             assert admin.status == 200
+
+
+async def test_sighup_takes_files_at_once_and_says_which_it_cannot_use(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "_UPKEEP_S", 3600.0)  # Nobody else looks.
+    async with Pod(tls=files.serving) as pod:
+        port, context = pod.sidecar.port, files.trusting()
+
+        def told() -> list[str]:
+            found = degradations(pod.core)
+            return [str(each.detail) for each in found if each.what == "certificate_rejected"]
+
+        first = await serial(port, context)
+        files.renew()
+        pod.sidecar.reload()
+        assert pod.sidecar.certificate is not None
+        await until(lambda: pod.sidecar.certificate.n_taken == 1)
+        assert await serial(port, context) not in (first, None)
+        second = await serial(port, context)
+        key = files.swap_key(b"half")
+        for _ in range(3):
+            pod.sidecar.reload()
+        await until(told)
+        assert await serial(port, context) == second
+        assert "the last good certificate is in force" in told()[0]
+        files.swap_key(None)
+        pod.sidecar.reload()
+        await until(lambda: told() == ["the last good certificate is in force: No such file or directory"])
+        for _ in range(3):
+            pod.sidecar.reload()
+        files.swap_key(key)
+        pod.sidecar.reload()
+        await until(lambda: not told())
+        assert await serial(port, context) == second
+        assert caplog.text.count("the last good one stays: No such file") == 1
 
 
 def test_half_replaced_files_change_nothing(files: Files, caplog: pytest.LogCaptureFixture) -> None:

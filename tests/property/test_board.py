@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from gateway.processes.board import MOST_STREAM_BYTES, Board, BoardError
 from gateway.processes.board_client import BoardClient
 from gateway.processes.board_server import BoardServer
+from gateway.processes.frames import frame
 from gateway.replicas import codec
-from gateway.replicas.schema import Keys
+from gateway.replicas.schema import FIELD_WRITER, Keys
 from tests.support.redis_server import RedisServer, binary
 
 KEYS = ("s1", "s2")
@@ -197,18 +199,35 @@ async def test_a_writer_whose_connection_ends_has_nothing_in_flight(tmp_path: An
         await server.close()
 
 
-async def test_what_is_no_message_ends_that_connection_alone(tmp_path: Any) -> None:
+_ENTRY = {FIELD_WRITER: b"x"}
+_DEEP = b"\x91" * 100_000 + b"\xc0"
+NONSENSE = [
+    *map(frame, [None, 5, "x", {}, [0], [0, 5], [0, [5]], [0, [[]]], ["x", []], [None, [["mget"]]]]),
+    *map(frame, [[0, [["xadd"]]], [0, [["xadd", "k", {}]]], [0, [["xadd", "k", {FIELD_WRITER: 1}, 10]]]]),
+    *map(frame, [[0, [["xadd", "k", 5, 10]]], [0, [["xadd", "k", _ENTRY, "many"]]]]),
+    len(_DEEP).to_bytes(4, "big") + _DEEP,
+    b"\x00",
+    b"\x00\x00\x00\x01\xc1",
+    b"\xff\xff\xff\xff",
+    b"\x00\x00\x00\x03\xc1\xc1\xc1",
+]
+
+
+@pytest.mark.parametrize("sent", NONSENSE)
+async def test_what_is_no_message_ends_that_connection_alone(
+    sent: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = BoardServer(str(tmp_path / "b"), Keys("p", "f"))
     await server.start()
     good = BoardClient(server._path, 10.0)
     try:
-        for data in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x01\x05", b"\x00"):
-            reader, writer = await asyncio.open_unix_connection(server._path)
-            writer.write(data)
-            writer.write_eof()
-            assert await reader.read() == b""
-            writer.close()
+        reader, writer = await asyncio.open_unix_connection(server._path)
+        writer.write(sent)
+        writer.write_eof()
+        await asyncio.wait_for(reader.read(), 60)  # To its end.
+        writer.close()
         assert await good.mget(["a"]) == [None]
     finally:
         await good.aclose()
         await server.close()
+    assert "Traceback" not in caplog.text

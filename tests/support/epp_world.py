@@ -159,7 +159,9 @@ class Pool:
             PoolSettings(connect_timeout_s=1.0, pool_idle_s=4.0, request_timeout_s=30.0, http="fast")
         )
         up = Available(self.fleet.workers, self.health.available)
-        self.holders = ResponseHolders(self.stored, self.upstreams, lambda: list(self.fleet.workers))
+        self.holders = ResponseHolders(
+            self.stored, self.upstreams, lambda: list(self.fleet.workers), by_tenant=self._tenancy.by_tenant
+        )
         self.queue = Queue(self._queue, self.planner, up, self.metrics, rng, by_tenant=self._tenancy.by_tenant)
         self.parts = Parts(
             planner=self.planner,

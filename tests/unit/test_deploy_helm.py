@@ -109,6 +109,24 @@ def test_values_are_put_where_they_belong(tmp_path: Path) -> None:
     assert loaded.gateway.drain_timeout_s == 90
 
 
+@pytest.mark.parametrize(
+    ("value", "configured", "expected"), [(None, 1, 1), (None, 3, 3), (1, 3, 3), (4, 3, 4), (4, 1, 4)]
+)
+def test_a_gateway_may_have_several_processes(
+    value: int | None, configured: int, expected: int, tmp_path: Path
+) -> None:
+    values = {"config": {"workers": ["http://a:1"], "gateway": {"processes": configured}}}
+    manifests = chart(gateway=values if value is None else {**values, "processes": value})
+    for manifest in manifests:
+        check(manifest)
+    (deployment,) = of_kind(manifests, "Deployment")
+    (container,) = pod_spec_of(deployment)["containers"]
+    (configmap,) = of_kind(manifests, "ConfigMap")
+    file = tmp_path / "gateway.yaml"
+    file.write_text(configmap["data"]["gateway.yaml"])
+    assert config_of(container["args"], {"/etc/warmroute/gateway.yaml": file}).gateway.processes == expected
+
+
 def test_spans_may_get_to_their_collector() -> None:
     endpoint = "http://collector.mine:4319"
     env = [{"name": "A", "value": "b"}]
@@ -131,6 +149,9 @@ def test_spans_may_get_to_their_collector() -> None:
         {"tracing": {"endpoint": "collector:4318"}},
         {"gatway": {}},
         {"gateway": {"replicas": "two"}},
+        {"gateway": {"processes": 0}},
+        {"gateway": {"processes": 65}},
+        {"epp": {"processes": 2}},
         {"image": {"repository": ""}},
         {"gateway": {"confg": {}}},
     ],

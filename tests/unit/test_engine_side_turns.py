@@ -119,3 +119,11 @@ def test_a_message_that_cannot_be_taken_stops_no_other() -> None:
         loop.run()
     assert seen == list(range(N))
     assert loop.errors == {"ValueError": 1}
+
+
+def test_it_gives_way_before_it_receives_and_before_it_works() -> None:
+    given: list[int] = []
+    loop = Turns(time.monotonic, lambda: given.append(len(journal)))
+    with queued(loop, lambda _: None, loop.stop) as (_, journal):
+        loop.run()
+    assert set(given) == set(range(2 * N))

@@ -500,6 +500,67 @@ async def test_a_stored_response_is_where_it_was_made() -> None:
         assert pool.is_idle()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "raw"),
+    [
+        ("GET", "/v1/responses/resp_1", b""),
+        ("GET", "/v1/%72esponses/resp_1", b""),
+        ("GET", "/v1/responses/%72esp_1?stream=true", b""),
+        ("GET", "/v1/responses%2Fresp_1", b""),
+        ("GET", "/team/v1/responses/resp_1", b""),
+        ("GET", "/v1/responses/resp_1", b"{}"),
+        ("POST", "/v1/responses/resp_1/cancel", b""),
+        ("POST", "/v1/responses/resp_1/cancel", b"{}"),
+        ("POST", "/v1/responses/resp_1/%63ancel", b'{"model":"foo"}'),
+        ("POST", "/team/v1/responses/resp_1/cancel", b'{"model":"foo"}'),
+        ("DELETE", "/team/v1/responses/resp_1", b""),
+        ("POST", "/v1/%72esponses", b'{"model":"foo","input":"x","previous_response_id":"resp_1"}'),
+    ],
+)
+async def test_a_stored_response_is_its_tenants_alone_however_its_path_is_written(
+    method: str, path: str, raw: bytes
+) -> None:
+    async with Pool(P(queue=3), P(queue=3), P(), tenancy=TenancyConfig(header="x-tenant")) as pool:
+        pool.stored.remember("resp_1", Place("p1", 0), time.monotonic(), "alice")
+        for who, pod in (("alice", 1), ("bob", None), ("", None)):
+            asked = request(path=path, method=method, raw=raw, headers={"x-tenant": who})
+            if pod is None:
+                refused = await pool.expect_refusal(asked, 404)
+                assert b"response_not_found" in refused.body
+            else:
+                (await pool.expect_route(asked, pod)).watch.aborted()
+        assert pool.is_idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/render", "/v1/responses/render"])
+async def test_what_only_looks_like_a_stored_response_is_none(path: str) -> None:
+    async with Pool(P(), tenancy=TenancyConfig(header="x-tenant")) as pool:
+        (await pool.expect_route(request(path=path), 0)).watch.aborted()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/%63ompletions", "/team/v1/completions", "/v9/of_next_year"])
+async def test_a_body_is_salted_however_its_path_is_written(path: str) -> None:
+    async with Pool(P(), tenancy=TenancyConfig(header="x-tenant", salt="derive")) as pool:
+        pick = await pool.picked(request(path=path, headers={"x-tenant": "a"}, cache_salt="mine"))
+        assert pick.body is not None
+        assert len(json.loads(pick.body)["cache_salt"]) == 43
+        pick.watch.aborted()
+        await pool.expect_refusal(request(path=path, headers={"x-tenant": "a"}, raw=b"[1]"), 400)
+        for saltless in ("/v2/embed", "/team/cohere/v2/chat", "/cohere/v2/%63hat"):
+            await pool.expect_refusal(request(path=saltless, headers={"x-tenant": "a"}), 400)
+        assert pool.is_idle()
+
+
+async def test_where_a_header_names_tenants_a_client_names_none() -> None:
+    """By llm-d's header, which clients may send."""
+    async with Pool(P(), tenancy=TenancyConfig(header="x-tenant")) as pool:
+        headers = {"x-llm-d-inference-fairness-id": "alice"}
+        pick = await pool.picked(request(path="/v1/responses", input="x", headers=headers))
+        answer(pick, b'{"id":"resp_1","object":"response"}')
+        assert isinstance(pool.stored.find("resp_1", time.monotonic(), None), Place)
+        assert pool.stored.find("resp_1", time.monotonic(), "alice") is None
+
+
 async def test_conformance_picks_what_the_test_says() -> None:
     async with Pool(P(asked=False), P(asked=False), epp=EppConfig(conformance=True)) as pool:
         for named, pods in (
@@ -555,7 +616,8 @@ async def test_a_websocket_goes_where_its_model_is_and_may_be_silent() -> None:
 
 async def test_a_websocket_is_refused_where_it_cannot_be_salted() -> None:
     async with Pool(P(), tenancy=TenancyConfig(header="x-tenant", salt="derive")) as pool:
-        await pool.expect_refusal(get("/v1/realtime", headers={"x-tenant": "a"}), 400)
+        for path in ("/v1/realtime", "/v1/%72ealtime", "/team/v1/realtime?model=voice"):
+            await pool.expect_refusal(get(path, headers={"x-tenant": "a"}), 400)
 
 
 @pytest.mark.parametrize(("length", "status"), [(1024, None), (1025, 400), (1 << 20, 400)])

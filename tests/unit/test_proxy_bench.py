@@ -15,6 +15,7 @@ import pytest
 from bench.proxy import http1, page, prompts, report
 from bench.proxy.backend import Connection, Worker
 from bench.proxy.feed import Hits, Shares, total
+from bench.proxy.floor import length_bytes
 from bench.proxy.kept import Kept
 from bench.proxy.load import Load, Requests, Result
 from bench.proxy.measure import Case, Figure, Sample, cases, figure, figures, judged, percentile
@@ -236,6 +237,21 @@ def test_a_peer_that_is_not_installed_is_named(tmp_path: Path) -> None:
     for spec in peers(str(tmp_path)):
         with pytest.raises(Missing, match="--install-peers"):
             start(spec, Workers([1]), min(os.sched_getaffinity(0)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        (b"POST / HTTP/1.1\r\nContent-Le", None),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", 27),
+        (b"POST / HTTP/1.1\r\nCONTENT-LENGTH: 3\r\n\r\nabc", 41),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", 38),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n", -1),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\ncontent-length: 3\r\n", -1),
+    ],
+)
+def test_the_floor_finds_where_a_body_ends(message: bytes, size: int | None) -> None:
+    assert length_bytes(message) == size
 
 
 # ---- samples and figures ---------------------------------------------------------------------------------------------

@@ -75,6 +75,29 @@ def test_text_that_looks_like_usage_is_text() -> None:
     assert read(json.dumps({"usage": CHAT, "text": text}).encode()) == CHAT_USAGE
 
 
+@pytest.mark.parametrize(
+    ("content_type", "tells"),
+    [
+        ("application/json", True),
+        ("Application/JSON; charset=utf-8", True),
+        ("application/problem+json", True),
+        ("text/event-stream; charset=utf-8", True),
+        ("text/plain; charset=utf-8", False),
+        ("text/plain; application/json", False),
+        ("application/jsonp", False),
+        ("application/x-subrip", False),
+        ("text/vtt", False),
+        ("audio/wav", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_only_json_and_streams_of_events_say_usage(content_type: str | None, tells: bool) -> None:
+    tail = UsageTail(content_type=content_type)
+    tail.feed(json.dumps({"usage": CHAT}).encode())
+    assert tail.read() == (CHAT_USAGE if tells else None)
+
+
 def test_only_the_tail_is_kept() -> None:
     tail = UsageTail()
     tail.feed(json.dumps({"usage": CHAT}).encode())

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import os
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,6 +15,7 @@ import pytest
 
 from gateway.config import Config, load_config
 from gateway.config.keys import leaves
+from gateway.config.read import MOST_BYTES
 from gateway.config.schema import Worker
 from gateway.config.show import default_yaml
 from gateway.debug.metrics import Metrics
@@ -22,18 +28,17 @@ from scorer.types import ChangeKind
 class Kept:
     """A process that takes configurations from a file."""
 
-    def __init__(self, path: Path, text: str, *, foreign: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Path, *, foreign: tuple[str, ...] = ()) -> None:
         self.path = path
         self.metrics = Metrics("warmroute")
-        self.refusal: UserError | None = None
-        self.write(text)
+        self.refusal: Exception | None = None
         self.config = load_config(str(path))
         self.taken: list[frozenset[KeyPath]] = []
         source = Source(read=lambda: load_config(str(path)), file=str(path))
         self.reloading = Reloading(self.config, source, self._take, self.metrics, foreign=foreign)
 
-    def write(self, text: str) -> None:
-        self.path.write_text(text)
+    def write(self, text: str | bytes) -> None:
+        self.path.write_bytes(text.encode() if isinstance(text, str) else text)
 
     def _take(self, new: Config, changed: frozenset[KeyPath]) -> None:
         if self.refusal is not None:
@@ -51,49 +56,69 @@ class Kept:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Kept:
-    return Kept(tmp_path / "warmroute.yaml", "scorer: {slo_ttft_ms: 500}\n", foreign=("sidecar",))
+    path = tmp_path / "warmroute.yaml"
+    path.write_text("scorer: {slo_ttft_ms: 500}\n")
+    return Kept(path, foreign=("sidecar",))
 
 
-def test_live_keys_are_in_force_and_others_wait_by_name(kept: Kept) -> None:
+async def test_live_keys_are_in_force_and_others_wait_by_name(kept: Kept) -> None:
     kept.write(
         "scorer: {slo_ttft_ms: 900}\nindex: {budget_bytes: 1GiB}\nqueue: {max_requests: 7}\nsidecar: {port: 1}\n"
     )
-    kept.reloading.reload()
+    await kept.reloading.reload()
     assert kept.config.scorer.slo_ttft_ms == 900
     assert kept.config.queue.max_requests == 7
     assert kept.config.index == Config().index
     assert kept.taken == [{("scorer", "slo_ttft_ms"), ("queue", "max_requests")}]
     assert kept.told == {"config_needs_restart": "changed, and in force after a restart: index.budget_bytes"}
     kept.write("scorer: {slo_ttft_ms: 900}\n")
-    kept.reloading.reload()
+    await kept.reloading.reload()
     assert kept.config.queue == Config().queue  # A key that left the file has its default again.
     assert kept.told == {}
     assert (kept.count("taken"), kept.count("rejected")) == (2, 0)
 
 
-@pytest.mark.parametrize("text", ["scorer: {slo_ttft_ms: -1}\n", "scorer: [\n", "scorre: {}\n"])
-def test_a_bad_one_keeps_the_old_one_and_says_so(kept: Kept, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scorer: {slo_ttft_ms: -1}\n",
+        "scorer: [\n",
+        "scorre: {}\n",
+        "",
+        " \n",
+        "- a list\n",
+        b"logging: {level: '\xff'}\n",
+        'logging: {level: "\\ud800"}\n',
+        '"\\ud800": 1\n',
+        'logging: {level: "\\UFFFFFFFF"}\n',
+        "logging: {level: !!timestamp soon}\n",
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghij")),
+        "#" * (MOST_BYTES + 1),
+    ],
+)
+async def test_a_bad_one_keeps_the_old_one_and_says_so(kept: Kept, text: str | bytes) -> None:
     kept.write(text)
-    kept.reloading.reload()
+    await kept.reloading.reload()
     assert kept.config.scorer.slo_ttft_ms == 500
     assert kept.taken == []
     assert kept.told["config_rejected"].startswith("the configuration as it is now cannot be used")
     assert str(kept.path) in kept.told["config_rejected"]
     kept.write("scorer: {slo_ttft_ms: 600}\n")
-    kept.reloading.reload()
+    await kept.reloading.reload()
     assert kept.told == {}
     assert kept.config.scorer.slo_ttft_ms == 600
     assert (kept.count("taken"), kept.count("rejected")) == (1, 1)
 
 
-def test_one_that_cannot_be_put_in_force_is_refused_whole(kept: Kept) -> None:
+async def test_one_that_cannot_be_put_in_force_is_refused_whole(kept: Kept) -> None:
     kept.refusal = UserError("two workers are called a")
     kept.write("scorer: {slo_ttft_ms: 600}\n")
-    kept.reloading.reload()
+    await kept.reloading.reload()
     assert kept.config.scorer.slo_ttft_ms == 500
     assert kept.told["config_rejected"].endswith("two workers are called a")
     kept.refusal = None
-    kept.reloading.reload()
+    await kept.reloading.reload()
     assert kept.taken == [{("scorer", "slo_ttft_ms")}]
 
 
@@ -112,19 +137,102 @@ async def test_the_file_is_watched_but_not_taken_half_written(kept: Kept) -> Non
     assert len(kept.taken) == 1
 
 
-async def test_a_bad_file_is_told_once_and_a_vanished_one_changes_nothing(kept: Kept) -> None:
+async def test_a_bad_file_is_told_once(kept: Kept) -> None:
     kept.write("scorer: {slo_ttft_ms: -1}\n")
     for _ in range(4):
         await kept.reloading.look()
     assert kept.count("rejected") == 1
-    kept.path.unlink()
+
+
+def unlink(path: Path) -> None:
+    path.unlink()
+
+
+def to_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def to_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def to_endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def to_dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.with_name("gone"))
+
+
+@pytest.mark.parametrize("spoil", [unlink, to_folder, to_pipe, to_endless, to_dangling])
+async def test_a_file_that_is_gone_is_told_once_it_stays_away(kept: Kept, spoil: Callable[[Path], None]) -> None:
+    spoil(kept.path)
+    await kept.reloading.look()
+    assert kept.told == {}  # It may be on its way to be replaced.
     for _ in range(3):
         await kept.reloading.look()
+    assert str(kept.path) in kept.told["config_rejected"]
     assert kept.count("rejected") == 1
+    assert kept.config.scorer.slo_ttft_ms == 500
+    await kept.reloading.reload()
+    assert (kept.taken, kept.config.scorer.slo_ttft_ms) == ([], 500)
+    kept.path.rmdir() if kept.path.is_dir() else kept.path.unlink(missing_ok=True)
     kept.write("scorer: {slo_ttft_ms: 500}\n")
     for _ in range(2):
         await kept.reloading.look()
     assert kept.told == {}
+
+
+async def test_a_folder_of_a_configmap_is_swapped_under_it(tmp_path: Path) -> None:
+    """As kubelet does it: the file is a link into `..data`, which is a link to the folder in force."""
+
+    def swapped(name: str, text: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "warmroute.yaml").write_text(text)
+        (tmp_path / "..tmp").symlink_to(name)
+        (tmp_path / "..tmp").rename(tmp_path / "..data")
+
+    swapped("..1", "scorer: {slo_ttft_ms: 500}\n")
+    (tmp_path / "warmroute.yaml").symlink_to("..data/warmroute.yaml")
+    kept = Kept(tmp_path / "warmroute.yaml")
+    swapped("..2", "scorer: {slo_ttft_ms: 700}\n")
+    (tmp_path / "..1" / "warmroute.yaml").unlink()
+    for _ in range(2):
+        await kept.reloading.look()
+    assert (kept.config.scorer.slo_ttft_ms, kept.told) == (700, {})
+
+
+async def test_what_goes_wrong_unforeseen_is_told_too(kept: Kept) -> None:
+    kept.refusal = ZeroDivisionError()
+    kept.write("scorer: {slo_ttft_ms: 600}\n")
+    for _ in range(4):
+        await kept.reloading.look()
+    assert "ZeroDivisionError" in kept.told["config_rejected"]
+    assert kept.count("rejected") == 1
+
+
+async def test_answers_go_on_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "warmroute.yaml"
+    path.write_text("{}\n")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read() -> Config:
+        begun.set()
+        assert go_on.wait(60)
+        return Config()
+
+    source = Source(read=read, file=str(path))
+    reloading = Reloading(Config(), source, lambda new, changed: None, Metrics("warmroute"))
+    task = asyncio.create_task(reloading.reload())
+    await asyncio.to_thread(begun.wait, 60)
+    assert not task.done()
+    go_on.set()
+    await task
+    assert reloading.problem is None
 
 
 async def test_without_a_file_nothing_is_watched(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -118,6 +120,8 @@ def test_keys_of_a_fleet_are_in_one_slot() -> None:
         (exceptions.MovedError("1 127.0.0.1:7000"), "cluster"),
         (exceptions.ClusterDownError("The cluster is down"), "cluster_down"),
         (MasterNotFoundError("No master found"), "no_master"),
+        (exceptions.ResponseError("WRONGTYPE Operation against a key holding"), "wrong_type"),
+        (exceptions.InvalidResponse("Protocol error, got 'H' as reply type byte"), "protocol"),
         (exceptions.ResponseError("ERR unknown command"), "refused"),
         (
             RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed"),
@@ -130,6 +134,13 @@ def test_keys_of_a_fleet_are_in_one_slot() -> None:
 def test_errors_have_kinds(error: Exception, kind: str) -> None:
     assert failure(error) == kind
     assert kind in FAILURES
+
+
+def test_every_kind_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| kind \|.*?\n\n", page, re.MULTILINE | re.DOTALL)
+    rows = [line.split("|")[1] for line in table.splitlines()[2:] if line]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(FAILURES)
 
 
 def test_attempts_get_rarer_and_begin_anew() -> None:

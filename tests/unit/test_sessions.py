@@ -54,6 +54,16 @@ def test_off_is_off_and_so_is_a_request_of_no_session() -> None:
     assert len(rig.planner.sessions) == 0
 
 
+def test_of_another_tenants_session_nobody_hears() -> None:
+    rig = rig_of("strict", W("a"), W("b"))
+    owners = [("t", "m", "s"), ("u", "m", "s"), (None, "m", "s"), ("", "m", "s"), ("t", "m", "\0s")]
+    for tenant, model, session in owners:
+        assert ask(rig, session, tenant=tenant, model=model).session is NEW, (tenant, session)
+    assert len(rig.planner.sessions) == len(owners)
+    for tenant, model, session in owners:
+        assert ask(rig, session, tenant=tenant, model=model).session is KEPT
+
+
 def test_what_is_preferred_is_worth_what_it_saves_and_is_seen() -> None:
     """No token ids: the session is all that is known of the cache."""
     rig = rig_of("prefer", W("a"), W("b"))

@@ -17,6 +17,7 @@ import pytest
 
 from gateway.debug import health
 from gateway.tokens import TokenService, TokenSettings
+from gateway.tokens.cache import new_seed
 from gateway.tokens.encoder import PlainEncoder
 from gateway.tokens.local import LocalTokenizer, Lookup, load
 from gateway.tokens.selfcheck import SelfCheck, Tokenizable
@@ -410,6 +411,41 @@ async def test_models_with_other_tokenizers_do_not_share_cached_ids(folder: Path
         (two,) = await service.tokens_for("completions", {"prompt": text}, "n")
     assert list(one.as_array()) == reference_ids(text, add_special_tokens=True)
     assert list(two.as_array()) == reference_ids(text, add_special_tokens=True, tokenizer=other)
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": "What is known of it?"}),
+    ("chat", {"messages": [{"role": "user", "content": "What is known of it?"}]}),
+    ("messages", {"messages": [{"role": "user", "content": "What is known of it?"}], "max_tokens": 1}),
+    ("responses", {"input": "What is known of it?"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES)
+@pytest.mark.parametrize("mode", ["local", "engine"])
+async def test_what_a_tenant_has_sent_makes_nothing_faster_for_another(
+    kind: str, body: dict[str, Any], mode: str, folder: Path
+) -> None:
+    """The salt keeps their KV caches apart, and what is remembered here with them."""
+    async with serving(folder, Engine(folder), mode=mode) as service:
+        await until(lambda: loaded(service))
+        seen: list[tuple[int, int]] = []
+        for salt in ("a", "b", None, "a", "b", None):
+            before = service.usage()
+            (tokens,) = await service.tokens_for(kind, {**body, "cache_salt": salt}, "m")
+            assert tokens.source == mode
+            after = service.usage()
+            seen.append(tuple(after[each] - before[each] for each in ("cache_hits", "cache_misses")))  # type: ignore[arg-type]
+    assert [hits for hits, _ in seen[:3]] == [0, 0, 0]
+    assert [misses for _, misses in seen[3:]] == [0, 0, 0]
+
+
+def test_nobody_can_know_what_texts_are_hashed_with() -> None:
+    """Of a text that collides with another's the ids would be sent in place of that one's."""
+    seeds = [new_seed() for _ in range(64)]
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) > 1 << 50
+    assert all(0 <= 2 * seed + 1 < 1 << 64 for seed in seeds)
 
 
 async def test_no_prompt_text_in_logs_status_or_reasons(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,11 @@ volumes:
 name: {{ .component }}
 image: "{{ .root.Values.image.repository }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}"
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-args: [{{ .component }}, --config, /etc/warmroute/{{ .component }}.yaml]
+{{- $processes := list }}
+{{- if gt (int $values.processes) 1 }}
+{{- $processes = list "--processes" (toString (int $values.processes)) }}
+{{- end }}
+args: {{ concat (list .component "--config" (printf "/etc/warmroute/%s.yaml" .component)) $processes | toJson }}
 {{- $tracing := list }}
 {{- with .root.Values.tracing.endpoint }}
 {{- $tracing = list (dict "name" "WARMROUTE_TRACING__ENABLED" "value" "true") (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "value" .) }}
