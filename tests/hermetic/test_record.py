@@ -213,7 +213,7 @@ async def test_a_gateway_that_is_suddenly_gone_is_told(fleet: Fleet, tmp_path: P
 
 
 async def command(fleet: Fleet, path: Path, *more: str) -> asyncio.subprocess.Process:
-    args = ["record", "--url", fleet.admin, "--out", str(path), *more]
+    args = ["record", "--admin", fleet.admin, "--out", str(path), *more]
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway", *args, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -298,7 +298,7 @@ async def test_a_gateway_that_answers_nothing_leaves_no_file(tmp_path: Path) -> 
     async with server:
         port = server.sockets[0].getsockname()[1]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gateway", "record", "--url", f"http://127.0.0.1:{port}"),
+            *(sys.executable, "-m", "gateway", "record", "--admin", f"http://127.0.0.1:{port}"),
             *("--out", str(tmp_path / "t"), "--duration-s", "0.2"),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
