@@ -24,8 +24,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-import msgspec
-
 from bench.decision import DECODERS, PREFILLERS
 from bench.goals import Goal, judged
 from bench.kv_frames import BLOCK_SIZE
@@ -43,24 +41,11 @@ TARGETS: list[Goal] = [
 ]
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """What each process is told: tokens of a prompt, how many processes decide or ask, where the sockets are."""
-
-    prompt_tokens: int
-    processes: int
-    folder: str
-
-    @property
-    def new_blocks(self) -> int:
-        """Of each prompt."""
-        return self.prompt_tokens // BLOCK_SIZE // 2
-
-
 class _Process:
     """Does as lines on its stdin say, and answers with a line of JSON."""
 
-    def __init__(self, role: str, setting: Setting, number: int) -> None:
-        command = [sys.executable, "-m", "gateway.measure", role, msgspec.json.encode(setting).decode(), str(number)]
+    def __init__(self, role: str, setting: str, number: int) -> None:
+        command = [sys.executable, "-m", "gateway.measure", role, setting, str(number)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         self.role = role
 
@@ -85,11 +70,17 @@ class _Process:
 class _Crew:
     """One arm: the process in the middle, and those that ask or decide."""
 
-    def __init__(self, setting: Setting, middle: str, others: str, stack: contextlib.ExitStack) -> None:
-        self._setting = setting
+    def __init__(
+        self, prompt_tokens: int, n: int, folder: str, middle: str, others: str, stack: contextlib.ExitStack
+    ) -> None:
+        new_blocks = prompt_tokens // BLOCK_SIZE // 2
+        self._changes = 2 * n * new_blocks
+        """Blocks that come and go with a request of each."""
+        told = {"prompt_tokens": prompt_tokens, "new_blocks": new_blocks, "processes": n, "folder": folder}
+        self._setting = json.dumps(told)
         self.middle = self._start(middle, 0, stack)
         self.middle.answer()
-        self.others = [self._start(others, i, stack) for i in range(setting.processes)]
+        self.others = [self._start(others, i, stack) for i in range(n)]
         self.scheduled: str = [each.answer()["scheduled"] for each in self.others][-1]
 
     def _start(self, role: str, number: int, stack: contextlib.ExitStack) -> _Process:
@@ -99,7 +90,7 @@ class _Crew:
 
     def run(self, how: str, amount: float, seconds: float, *, events: bool) -> dict[str, float]:
         """CPU us a request of all, and of the one in the middle; microseconds until a decision is there."""
-        blocks_per_s = 2 * self._setting.new_blocks * self._setting.processes * amount if events else 0.0
+        blocks_per_s = self._changes * amount if events else 0.0
         self.middle.order("begin", blocks_per_s, how)
         self.middle.answer()
         for each in self.others:
@@ -148,7 +139,7 @@ def measure(counts: Sequence[int], rounds: int, seconds: float) -> tuple[dict[st
 def _crews(prompt_tokens: int, n: int, stack: contextlib.ExitStack) -> Iterator[tuple[str, _Crew]]:
     for name, middle, others in (("central", "planner", "asks"), ("own", "hub", "decides")):
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warmroute-"))
-        yield name, _Crew(Setting(prompt_tokens, n, folder), middle, others, stack)
+        yield name, _Crew(prompt_tokens, n, folder, middle, others, stack)
 
 
 def _figures(taken: dict[str, list[dict[str, float]]], n: int) -> dict[str, float]:

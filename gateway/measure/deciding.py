@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -43,9 +42,6 @@ from scorer.fleet import Fleet
 from scorer.planner import Planner
 from scorer.types import Candidate, Outcome, OutcomeKind, RequestFacts, TokenSource
 
-if TYPE_CHECKING:
-    from bench.central import Setting
-
 _PROMPTS = 512
 _BUDGET_BYTES = 8 << 30
 _FEED_EVERY_S = 0.002
@@ -54,6 +50,15 @@ _MOST_FRAMES = 32
 _FIRST_TOKEN_S = 0.02
 _END_S = 0.04
 _LENGTH_BYTES = 4
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """Tokens of a prompt, blocks of it that are new, how many processes ask or decide, where the sockets are."""
+
+    prompt_tokens: int
+    new_blocks: int
+    processes: int
+    folder: str
 
 
 class _Ask(msgspec.Struct, array_like=True, tag=0):
@@ -376,8 +381,6 @@ class _Work:
 
 
 def _setting(text: str) -> Setting:
-    from bench.central import Setting
-
     return msgspec.json.decode(text, type=Setting)
 
 
