@@ -78,9 +78,11 @@ class LegWatch:
             held_back, waited_s = self._asks and not self._body.begun, now_s - self._began_s
             if held_back and heard and waited_s >= LEAVE_S:
                 return Verdict.DEAF
-            given_up = held_back and not heard and self._replaceable and waited_s >= GIVE_UP_S
-            if given_up or now_s >= self._deadline_s:
-                return Verdict.LATE if heard else Verdict.SILENT
-            return None
+            is_over = now_s >= self._deadline_s
+            if heard:
+                return Verdict.LATE if is_over else None
+            if held_back and waited_s < GIVE_UP_S:
+                return None  # Nothing is sent to who asks for it after the deadline, and a busy one may yet answer.
+            return Verdict.SILENT if is_over or (held_back and self._replaceable) else None
         # One that lives has renewed the lease.
         return Verdict.SILENT if now_s >= self._lease_ends_s and not heard else None
