@@ -402,5 +402,5 @@ def _good(path: str, status: int, body: bytes) -> bytes:
 def _decoded(parse: Callable[[bytes], _T], path: str, body: bytes) -> _T:
     try:
         return parse(body)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _Failed(f"{path}: not what was expected: {error}") from None

@@ -101,7 +101,7 @@ class EngineControls:
             self._upstreams.release(upstream)
         try:
             said: Any = msgspec.json.decode(raw) if raw else None
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             said = raw.decode("utf-8", "replace")
         return {"status": response.status, "body": said}
 

@@ -156,7 +156,7 @@ class ModelList:
                 if response.status != 200:
                     return _Refusal(response.status, body)
                 return _decoder.decode(body).data
-        except (UpstreamError, OSError, msgspec.MsgspecError):
+        except (UpstreamError, OSError, msgspec.MsgspecError, RecursionError):
             return None
         finally:
             self._upstreams.release(upstream)

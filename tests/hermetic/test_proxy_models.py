@@ -91,6 +91,16 @@ async def test_an_answer_without_end_is_left_out(stubs: tuple[Stub, Stub]) -> No
         assert sent < 64 << 20
 
 
+async def test_an_answer_nested_too_deep_is_left_out(stubs: tuple[Stub, Stub]) -> None:
+    async def deep(call: Call) -> None:
+        await call.ok(b'{"data":[{"id":"m","extra":' + b"[" * 20_000 + b"]" * 20_000 + b"}]}")
+
+    stubs[0].script = deep
+    async with World({"a": stubs[0].url, "b": stubs[1].url}) as world:
+        status, answer = await get(world, "/v1/models")
+        assert (status, [row["id"] for row in answer["data"]]) == (200, ["m", "z"])  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", ["Authorization", "X-Api-Key", "Cookie"])
 async def test_one_clients_list_is_not_shown_to_another(stubs: tuple[Stub, Stub], name: str) -> None:
     async def by_credential(call: Call) -> None:

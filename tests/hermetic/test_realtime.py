@@ -109,6 +109,16 @@ async def test_of_several_models_the_first_session_update_chooses(greeted: bool)
         assert (await said(socket))["code"] == "model_not_found"  # The worker's own word.
 
 
+@pytest.mark.parametrize("member", ["session", "whatever"])
+async def test_an_event_nested_too_deep_names_no_model_and_ends_nothing(member: str) -> None:
+    deep = f'{{"type": "session.update", "{member}": {{"x": {"[" * 20_000 + "]" * 20_000}}}}}'
+    async with Fleet(a=engine(), b=engine(model="other")) as fleet, fleet.http.ws_connect(fleet.url + PATH) as socket:
+        await said(socket)
+        await socket.send_str(deep)
+        await socket.send_json({"type": "session.update", "model": "nope"})
+        assert (await said(socket))["code"] == "model_not_found"
+
+
 async def test_who_names_no_model_cannot_hold_a_place_or_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.proxy.realtime.session._CHOOSING_S", 1.5)
     monkeypatch.setattr("gateway.proxy.realtime.session._MOST_HELD_BYTES", 10_000)

@@ -28,7 +28,7 @@ def models_in(message: aiohttp.WSMessage) -> list[str] | None:
         return []
     try:
         event = _names_model.decode(message.data)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
     inner = (event.session or {}).get("model")
     return [model for model in (event.model, inner) if isinstance(model, str) and model]
@@ -40,7 +40,7 @@ def model_of(message: aiohttp.WSMessage) -> str | None:
         return None
     try:
         event = _names_model.decode(message.data)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
     model = event.model or (event.session or {}).get("model")
     return model if event.type == "session.update" and isinstance(model, str) and model else None

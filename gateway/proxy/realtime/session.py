@@ -250,6 +250,8 @@ class Session:
                 worker = await self._upstream.connect(await self._facts(model))
             except ApiError as exc:
                 await client.send_str(error_event(exc.message, exc.code))
+                if exc.status in (401, 403):  # Another try would be told the same.
+                    raise Ended(Close(POLICY, "the session is not allowed")) from None
                 if exc.code != "model_not_found":
                     raise Ended(Close(TRY_LATER, "no worker takes the session", "upstream_broke")) from None
             else:
