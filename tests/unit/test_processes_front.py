@@ -39,7 +39,7 @@ def process(life: str, killed: list[str], *, has_started: bool = True) -> Any:
         started=asyncio.Event(),
         began_s=100.0,
         kill=lambda: killed.append(life),
-        assignment=SimpleNamespace(name=life),
+        assignment=SimpleNamespace(name=life, admin_path=__file__, own=lambda socket: __file__),
     )
     if has_started:
         it.started.set()
@@ -104,7 +104,7 @@ def test_the_time_to_drain_is_that_of_the_configuration_as_it_is_now() -> None:
             raise UserError("wrong")
         return given.pop()
 
-    supervisor = _Supervisor(Config(), Source(read=read, file=None), [], "/f")
+    supervisor = _Supervisor(Config(), Source(read=read, file=None), [], "/f", [])
     assert supervisor._drain_timeout_s() == 600.0
     assert supervisor._drain_timeout_s() == 600.0, "one that is wrong changes nothing"
 
