@@ -58,11 +58,28 @@ def bench_decision(rounds: int) -> dict[str, float]:
 
 def loaded_planner(rng: random.Random, prompt: list[int], slo_tpot_s: float | None) -> Planner:
     """Over a fleet at work that holds different parts of `prompt`, from nothing to all of it."""
-    fleet, index = Fleet(), PrefixIndex()
-    planner = Planner(fleet, index, pd_policy="cost")
+    planner = Planner(Fleet(), PrefixIndex(), pd_policy="cost")
+    load(planner, rng, prompt, slo_tpot_s)
+    return planner
+
+
+def load(
+    planner: Planner,
+    rng: random.Random,
+    prompt: list[int],
+    slo_tpot_s: float | None,
+    *,
+    streams: int = STREAMS,
+    hears: bool = True,
+    now_s: float = _NOW_S,
+) -> None:
+    """The fleet of `loaded_planner`, with `streams` answers on each decode worker. `hears`: its index is told of the
+    blocks here, not by somebody else.
+    """
+    fleet, index = planner.fleet, planner.index
     roles = {f"d{i}": Role.DECODE for i in range(DECODERS)} | {f"p{i}": Role.PREFILL for i in range(PREFILLERS)}
     stats = EngineStats(
-        scraped_at_s=_NOW_S,
+        scraped_at_s=now_s,
         running=STREAMS,
         waiting=0,
         kv_usage=0.4,
@@ -82,11 +99,10 @@ def loaded_planner(rng: random.Random, prompt: list[int], slo_tpot_s: float | No
         worker.publishes_events = True
         planner.configure_worker(name)
         held = int(rng.choice(_HELD_SHARES) * (len(prompt) // BLOCK_SIZE))
-        if held:
+        if held and hears:
             hashes = [rng.getrandbits(64) for _ in range(held)]
             index.apply(name, 0, decode_batch(frame(hashes, None, prompt[: held * BLOCK_SIZE], held)))
-        for _ in range(STREAMS if role is Role.DECODE else 0):
-            booking = Booking(worker.loads[0], 0.1, 3_000, 0.0, answer=Answer(200, 1.0), slo_tpot_s=slo_tpot_s)
-            booking.first_token(0.1)
+        for _ in range(streams if role is Role.DECODE else 0):
+            booking = Booking(worker.loads[0], 0.1, 3_000, now_s - 1.0, answer=Answer(200, 1.0), slo_tpot_s=slo_tpot_s)
+            booking.first_token(now_s - 0.9)
             booking.grow(rng.randrange(200))
-    return planner

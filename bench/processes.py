@@ -2,6 +2,9 @@
 
 Requests per second and CPU time per request of all its processes together, on all cores the machine has, which load and
 backends use too: with few cores the CPU time is what can be compared, not the rate. docs/processes.md has figures.
+
+`--central` measures decisions alone: asked of one planner process over a Unix socket, and made by each process
+(bench/central.py).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench import central
 from bench.proxy import prompts
 from bench.proxy.feed import Feed, wait_until_known
 from bench.proxy.load import Load, Requests
@@ -124,8 +128,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--quick", action="store_true", help="one short round (figures are not comparable)")
     parser.add_argument("--processes", default="1,2,4", help="comma-separated (1,2,4)")
+    parser.add_argument("--central", action="store_true", help="decisions alone: of one planner process, and of each")
     args = parser.parse_args(argv)
     counts = [int(each) for each in args.processes.split(",")]
+    if args.central:
+        central.report(counts, quick=args.quick, as_json=args.json)
+        return 0
     n_rounds, duration_s, n_bodies = (1, 0.3, 32) if args.quick else (3, 2.0, prompts.N_SMALL)
     load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores before it began"
     figures = measure(counts, n_rounds, duration_s, n_bodies)

@@ -11,7 +11,7 @@ from aiohttp import web
 from gateway.config import Config
 from gateway.config.schema import LogLevel
 from gateway.proxy import errors
-from gateway.proxy.access import AccessLog
+from gateway.proxy.access import AccessLog, told
 from gateway.proxy.body import read_body
 from gateway.proxy.errors import ApiError, json_response
 
@@ -28,7 +28,7 @@ class _JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": self.formatTime(record),
+            "time": told(record.created),
             "level": record.levelname.lower(),
             **self._process,
             "logger": record.name,

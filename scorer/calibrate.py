@@ -26,6 +26,8 @@ _HELD_EVERY = 4
 _FORGET = 0.05
 """Weight of a new sample once there are 1 / 0.05 = 20: about the last 40 count."""
 _REMEMBERED = 40
+_LEAST_RATIO = 1e-300
+"""Beyond every bound; a quotient that underflows has no logarithm."""
 LENGTH_BOUND = 64.0
 """Answers differ from what is expected of them by more than hardware does."""
 
@@ -70,7 +72,7 @@ class Factor:
         """One observation of what the prior predicts as `predicted`; both above 0, or it is left out."""
         if not (predicted > 0 and observed > 0 and math.isfinite(predicted) and math.isfinite(observed)):
             return
-        ratio = min(self._bound, max(-self._bound, math.log(observed / predicted)))
+        ratio = min(self._bound, max(-self._bound, math.log(max(observed / predicted, _LEAST_RATIO))))
         self.n_samples += 1
         if self.n_samples % _HELD_EVERY == 0:
             self.n_held += 1

@@ -104,7 +104,7 @@ def advise(question: Question, heard: Heard = lambda number, of, what: None) -> 
         growth=tuple(_growth(outcomes, verdict, run)),
         sizes=tuple(sizes),
         block_size=block_size,
-        capacity=Capacity(plan.hardware.kv_tokens, question.context_tokens),
+        capacity=Capacity(plan.kv_tokens(question.context_tokens), question.context_tokens),
         way=way,
         assumptions=(*_assumptions(question, plan), *part.notes),
     )

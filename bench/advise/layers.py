@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _FULL: Final = frozenset({"full_attention", "attention", "global", "full", "global_attention"})
+_EVERY: Final = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "llama4_text": 4, "cohere2": 4}
+"""Model type -> of so many layers the last looks at the whole context, where the config does not say (by their classes
+in `transformers`).
+"""
 _WINDOWED: Final = frozenset({"sliding_attention", "chunked_attention", "sliding", "local", "local_attention"})
 
 
@@ -48,13 +52,20 @@ def _counts(text: Mapping[str, Any], total: int, window: int) -> tuple[int, int]
     pattern = text.get("hybrid_override_pattern")
     if isinstance(pattern, str):  # Nemotron-H: "M-M*-...", a star for each attention layer
         return pattern[:total].count("*"), 0
+    linear = text.get("linear_attn_config")
+    if isinstance(linear, dict) and isinstance(named := linear.get("full_attn_layers"), list):  # Kimi Linear, from 1
+        return len({it for it in named if isinstance(it, int) and 1 <= it <= total}), 0
     period = text.get("attn_layer_period") or text.get("full_attention_interval")
     if isinstance(period, int) and period > 0:  # Jamba, Qwen3-Next
         offset = text.get("attn_layer_offset", period - 1)
         return sum(i % period == offset for i in range(total)), 0
     if not window:
         return total, 0
-    every = text.get("sliding_window_pattern") or (2 if text.get("model_type") == "gemma2" else None)
+    turning = text.get("no_rope_layers")
+    if isinstance(turning, list) and turning:  # Llama 4: 0 for those that look at the whole context
+        full = sum(it == 0 for it in turning[:total])
+        return full, total - full
+    every = text.get("sliding_window_pattern") or _EVERY.get(str(text.get("model_type")))
     if isinstance(every, int) and every > 0:
         return total // every, total - total // every
     below = text.get("max_window_layers")

@@ -21,6 +21,13 @@ _ALIASES: Final = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "model_max_length"),
 }
+_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208,
+        "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Model type -> what its config leaves out when it is as usual (`Gemma3TextConfig` of `transformers`)."""
 _MOST_LAYERS: Final = 10_000
 KV_DTYPES: Final = {
     "auto": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1,
@@ -134,6 +141,9 @@ def _text(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, others in _ALIASES.items():
         if found.get(name) is None:
             found[name] = next((found[other] for other in others if found.get(other) is not None), None)
+    for name, usual in _DEFAULTS.get(str(found.get("model_type")), {}).items():
+        if found.get(name) is None:
+            found[name] = usual
     return found, notes
 
 

@@ -33,7 +33,7 @@ def plot(advice: Advice, path: Path, title: str) -> None:
     gaps.axhline(1e3 * objectives.tpot_s, color="tab:red", linewidth=0.8, label="TPOT objective")
     gaps.set_ylabel("between tokens, ms")
     for axes in (ttft, gaps):
-        axes.set_yscale("log")
+        axes.set_yscale("log", subs=[2, 3, 5])  # With all of them, labels lie upon each other.
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend()

@@ -131,13 +131,14 @@ def token_bytes(advice: Advice) -> int:
 
 def network(advice: Advice) -> list[str]:
     plan, per_token = advice.question.plan, token_bytes(advice)
-    example_bytes = EXAMPLE_TOKENS * per_token
+    example_bytes = plan.kv_bytes(EXAMPLE_TOKENS)
     lines = ", ".join(f"{_seconds(line_s(example_bytes, gbps))} at {gbps} Gb/s" for gbps in LINES_GBPS)
     kind = "8-bit" if plan.value_bytes == 1 else "16-bit"
     copies = plan.model.copies(plan.tensor_parallel)
     held = f", held {copies:g} times by the {plan.tensor_parallel} ranks" if copies > 1 else ""
+    over = f", on average over {plan.context_tokens:,} tokens" if plan.model.layers.windowed else ""
     found = [
-        f"{per_token / 1024:,.4g} KiB of KV per token ({kind}, {plan.kv_layers} layers{held}); a prompt of "
+        f"{per_token / 1024:,.4g} KiB of KV per token{over} ({kind}, {plan.kv_layers} layers{held}); a prompt of "
         f"{EXAMPLE_TOKENS:,} tokens is {example_bytes / 1e9:.2f} GB: {lines} (full line rate)"
     ]
     need = needed_gbps(advice)
@@ -160,14 +161,15 @@ def _prefill_s(advice: Advice, tokens: int) -> float:
 def needed_gbps(advice: Advice) -> float:
     """So that a pull takes a fifth of the prefill it replaces."""
     allowed_s = _PREFILL_SHARE * _prefill_s(advice, EXAMPLE_TOKENS)
-    return EXAMPLE_TOKENS * token_bytes(advice) * 8e-9 / allowed_s / USABLE
+    return advice.question.plan.kv_bytes(EXAMPLE_TOKENS) * 8e-9 / allowed_s / USABLE
 
 
 def capacity(advice: Advice) -> list[str]:
     held, n = advice.capacity, advice.question.servers
+    so_long = " in sequences so long" if held.kv_tokens != advice.question.plan.hardware.kv_tokens else ""
     found = [
-        f"one server holds {held.kv_tokens:,} tokens: {held.per_server:,} conversations of {held.context_tokens:,} "
-        f"tokens in full; {n} aggregated servers hold {held.conversations(n):,}"
+        f"one server holds {held.kv_tokens:,} tokens{so_long}: {held.per_server:,} conversations of "
+        f"{held.context_tokens:,} tokens in full; {n} aggregated servers hold {held.conversations(n):,}"
     ]
     split = advice.verdict.split
     if split is not None:
@@ -243,8 +245,8 @@ def document(advice: Advice) -> dict[str, Any]:
         "network": {
             "kv_bytes_per_token": per_token,
             "example_tokens": EXAMPLE_TOKENS,
-            "example_bytes": EXAMPLE_TOKENS * per_token,
-            "example_s": {str(gbps): line_s(EXAMPLE_TOKENS * per_token, gbps) for gbps in LINES_GBPS},
+            "example_bytes": plan.kv_bytes(EXAMPLE_TOKENS),
+            "example_s": {str(gbps): line_s(plan.kv_bytes(EXAMPLE_TOKENS), gbps) for gbps in LINES_GBPS},
             "needed_gbps": needed_gbps(advice),
             "assumed_gbps": question.gbps,
         },

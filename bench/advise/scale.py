@@ -90,7 +90,7 @@ def scaled(
     low = model.weights.low_precision and gpu.low_flop_per_s > gpu.flop_per_s
     alike = [it for it in (anchors() if known is None else known) if it.model.weights.low_precision == low]
     found = [(_ratios(wanted, work(it.model, it.gpu, it.tensor_parallel)), it) for it in alike]
-    ratios, anchor = min(found, key=lambda it: sum(abs(math.log(ratio)) for ratio in it[0]))
+    ratios, anchor = min(found, key=lambda it: sum(abs(math.log(ratio)) for ratio in _told(it[0], model)))
     timing = hardware(anchor.hardware).timing
     if all(1 / _SAME < ratio < _SAME for ratio in ratios) and (anchor.gpu, anchor.tensor_parallel) == (
         gpu, tensor_parallel,
@@ -111,8 +111,14 @@ def scaled(
             prefill_floor_s=max(base_s, timing.prefill_floor_s + base_s - timing.step_base_s),
         ),
         anchor,
-        max(max(ratio, 1 / ratio) for ratio in ratios),
+        max(max(ratio, 1 / ratio) for ratio in _told(ratios, model)),
     )
+
+
+def _told(ratios: tuple[float, float, float, float], model: Model) -> list[float]:
+    """Those that say how far a model is from a known one: not pairs of tokens, where no layer looks at all of them."""
+    token, pair, step, kv_token = ratios
+    return [token, pair, step, kv_token] if model.layers.full else [token, step, kv_token]
 
 
 def _ratios(wanted: Work, known: Work) -> tuple[float, float, float, float]:

@@ -13,8 +13,8 @@ from bench.sim.hardware import Hardware
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """`hardware.kv_bytes_per_token` is what a transfer moves, all ranks together; `kv_source` says where `kv_tokens`
-    comes from.
+    """`hardware.kv_bytes_per_token` is what a transfer moves, all ranks together, on average over a usual sequence of
+    `context_tokens`; `kv_source` says where `kv_tokens` comes from, `is_estimated` that it is of the memory.
     """
 
     model: Model
@@ -24,6 +24,21 @@ class ServerPlan:
     hardware: Hardware
     times: Scaled
     kv_source: str
+    context_tokens: int = 1
+    is_estimated: bool = False
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Of one sequence, all ranks together."""
+        return round(self.model.kv_bytes(tokens, self.value_bytes) * self.model.copies(self.tensor_parallel))
+
+    def kv_tokens(self, sequence_tokens: int) -> int:
+        """How many it holds in sequences so long: windows make room in long ones. As given, where they were given."""
+        if not (self.is_estimated and self.model.layers.windowed):
+            return self.hardware.kv_tokens
+        usual, these = (
+            self.model.kv_bytes_per_token(self.value_bytes, n) for n in (self.context_tokens, sequence_tokens)
+        )
+        return int(self.hardware.kv_tokens * usual / these)
 
     @property
     def kv_layers(self) -> int:
@@ -58,12 +73,19 @@ def plan_server(
     if tensor_parallel > 1 and model.heads % tensor_parallel:
         raise InputError(f"--tensor-parallel {tensor_parallel} does not divide the model's {model.heads} heads")
     held_bytes = model.kv_bytes_per_token(value_bytes, context_tokens) * model.copies(tensor_parallel)
+    is_estimated = kv_tokens is None
     if kv_tokens is None:
         memory_bytes = memory_share * gpu.memory_bytes * tensor_parallel
         left_bytes = memory_bytes - model.weights.bytes
         if left_bytes < context_tokens * held_bytes:
+            room = (
+                f"only {left_bytes / 1e9:.0f} GB, and a request of the traffic's mean length ({context_tokens:,} "
+                f"tokens) takes {context_tokens * held_bytes / 1e9:,.0f} GB"
+                if left_bytes > 0
+                else "no room for KV"
+            )
             raise InputError(
-                f"the weights (about {model.weights.bytes / 1e9:.0f} GB) leave no room for KV in {memory_share:g} of "
+                f"the weights (about {model.weights.bytes / 1e9:.0f} GB) leave {room} in {memory_share:g} of "
                 f"{tensor_parallel} x {gpu.memory_bytes / 1e9:.0f} GB ({gpu.name}); raise --tensor-parallel, take a "
                 "larger --gpu, or give --kv-tokens"
             )
@@ -74,4 +96,6 @@ def plan_server(
         )
     times = scaled(model, gpu, tensor_parallel, value_bytes, context_tokens)
     hardware = Hardware(times.timing, layers, round(held_bytes), kv_tokens, chunk_tokens, max_num_seqs)
-    return ServerPlan(model, gpu, tensor_parallel, value_bytes, hardware, times, kv_source)
+    return ServerPlan(
+        model, gpu, tensor_parallel, value_bytes, hardware, times, kv_source, context_tokens, is_estimated
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import random
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from bench.sim.load import Workload
 from bench.sim.report import percentile
 from bench.sim.workloads.traces import Replay, Row, hit_bound, read_azure, read_mooncake
 
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")
+"""How gzip, zstd, zip, bzip2 and xz begin."""
 _COLDER = 0.05
 """Of the prompt tokens: a part that shares so much less than the whole is told of."""
 
@@ -130,9 +133,13 @@ def read_trace(path: Path) -> Traffic:
     """Mooncake's JSON lines or Azure's CSV, told apart by the first character. Raises InputError."""
     try:
         with path.open("rb") as file:
-            begin = file.read(4096).lstrip()
+            begin = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
     except OSError as exc:
         raise InputError(f"{path}: {exc.strerror or exc}") from None
+    if begin.startswith(_PACKED):
+        raise InputError(f"{path}: is compressed; unpack it first")
+    if begin.startswith(b"["):
+        raise InputError(f"{path}: is one JSON array; a trace has one JSON object a line (jq -c '.[]' makes it so)")
     try:
         rows = read_mooncake(path) if begin.startswith(b"{") else read_azure(path)
     except (ValueError, UnicodeDecodeError) as exc:

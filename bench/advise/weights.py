@@ -11,6 +11,7 @@ from bench.advise.layers import Layers
 
 _PLAIN_MLP: Final = ("opt", "gpt2", "gptj", "gpt_neox", "gpt_bigcode", "falcon", "phi", "mpt", "bloom", "starcoder2")
 """Model types whose MLP has two matrices; all others have three (gate, up, down)."""
+_CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
 _BITS: Final = {
     "fp8": 8.0, "fbgemm_fp8": 8.0, "awq": 4.25, "gptq": 4.25, "mxfp4": 4.25, "nvfp4": 4.5, "modelopt_fp4": 4.5,
 }  # fmt: skip
@@ -55,17 +56,22 @@ def weights_of(
     notes: list[str] = []
     attention = _attention(text, hidden, heads, kv_heads, head_dim, value_dim)
     inner = _number(text, "intermediate_size") or 4 * hidden
+    dense_inner = _number(text, "intermediate_size_mlp") or inner
     matrices = 2 if text.get("model_type") in _PLAIN_MLP else 3
-    dense = matrices * hidden * inner
+    dense = matrices * hidden * dense_inner
     experts = _number(text, "n_routed_experts") or _number(text, "num_experts") or _number(text, "num_local_experts")
     sparse = moe = moe_active = 0
     if experts:
         one = 3 * hidden * (_number(text, "moe_intermediate_size") or inner)
         shared_inner = _number(text, "shared_expert_intermediate_size")
-        shared = 3 * hidden * shared_inner if shared_inner else one * _number(text, "n_shared_experts")
-        chosen = _number(text, "num_experts_per_tok") or _number(text, "experts_per_token") or 1
+        n_shared = _number(text, "n_shared_experts") or _number(text, "num_shared_experts")
+        if text.get("model_type") == "llama4_text":
+            n_shared = 1
+        shared = 3 * hidden * shared_inner if shared_inner else one * n_shared
+        chosen = next(filter(None, (_number(text, key) for key in _CHOSEN)), 1)
         first = _number(text, "first_k_dense_replace")
-        sparse = max(0, layers.total - first) // max(1, _number(text, "decoder_sparse_step"))
+        step = _number(text, "decoder_sparse_step") or _number(text, "interleave_moe_layer_step") or 1
+        sparse = max(0, layers.total - first) // step
         moe, moe_active = experts * one + shared, chosen * one + shared
         notes.append(f"mixture of experts ({chosen} of {experts}): prompts cost the active ones, decode steps read all")
     body = layers.total * attention + (layers.total - sparse) * dense + sparse * moe

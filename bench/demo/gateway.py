@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 
-_START_DEADLINE_S = 30.0
+_START_DEADLINE_S = 120.0
 
 
 def free_port() -> int:

@@ -191,6 +191,20 @@ def appends(*, whole_kv: bool = False) -> Cell:
     )
 
 
+def appends_alone(*, whole_kv: bool = False) -> Cell:
+    """The same sessions, so rare that each has the fleet to itself, and local: no second turn can begin sooner."""
+    rate = 0.05
+    cell = appends(whole_kv=whole_kv)
+    return replace(
+        cell,
+        name=f"{cell.name}, alone",
+        load=lambda seed: Sessions(seed, _ppd_chat, rate=rate, duration_s=240.0 / rate),
+        arms=("local",),
+        all_arms=("local",),
+        all_seeds=1,
+    )
+
+
 AZURE_SLO: Final = (0.5, 0.020)
 """Balanced: splitting alone misses the first, not splitting the second."""
 AZURE_SECONDS: Final = 40.0
@@ -215,6 +229,25 @@ def azure(traces: Traces, prefill: int, decode: int, rate: float) -> Cell:
         FleetSpec(servers("h200-7b", prefill=prefill, decode=decode), link=NVLINK, pd_policy=PD_POLICY),
         load,
     )
+
+
+def azure_ceiling(traces: Traces, prefill: int, decode: int) -> tuple[float, float]:
+    """(requests a second of so many engines that all compute and decode without a pause, of a split of as many): what
+    no router can exceed for long. Prompts fill their steps, and each step decodes as many answers as an engine runs.
+    """
+    rows, kind = traces.lengths(0, 19_366), servers("h200-7b", both=1)[0].hardware
+    timing, n = kind.timing, len(rows)
+    full_s = timing.step_base_s / kind.max_num_seqs + timing.step_per_seq_s
+    prefill_s = sum(
+        timing.prefill_per_token_s * row.input_tokens + timing.prefill_per_pair_s * row.input_tokens**2 / 2
+        for row in rows
+    )
+    decode_s = sum(
+        row.output_tokens * (full_s + timing.step_per_kv_token_s * (row.input_tokens + row.output_tokens / 2))
+        for row in rows
+    )
+    whole = (prefill + decode) * n / (prefill_s + decode_s)
+    return whole, min(prefill * n / prefill_s, decode * n / decode_s)
 
 
 HOT_RATE: Final = 56.0

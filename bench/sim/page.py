@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,13 +17,15 @@ from bench.sim.measured import NOT_SIMULATED
 from bench.sim.sweep import Sweep
 from bench.sim.tables import arms_table, cells_table, summary_table, table
 
-PAGE: Final = 1
+PAGE: Final = 2
 """Of the page's form: another number, another head, and the committed page has to be made again."""
 COMMAND: Final = "python -m bench trace targets --full --cache runs.jsonl --markdown docs/benchmarks.md"
 HEAD: Final = (
     f"<!-- Page {PAGE}, generated; do not edit. {COMMAND} -->",
-    "<!-- with --mooncake FILE and --azure FILE where recorded traces are at hand -->",
+    "<!-- with --mooncake FILE and --azure FILE where recorded traces are at hand; its last section alone is made by",
+    "     python -m bench trace validate --markdown docs/benchmarks.md -->",
 )
+_ROOT: Final = Path(__file__).resolve().parents[2]
 SECTIONS: Final = ("What was run", "How to read it", "Targets", "Cells", "Searches and variations", "Validation")
 TARGET_HEADS: Final = ("target", "goal", "measured", "met", "detail, and why it is missed")
 VALIDATION_HEADS: Final = (
@@ -101,6 +105,30 @@ def page(sweep: Sweep, targets: Sequence[Told], how: How, validation: Sequence[J
     return "\n".join(lines) + "\n"
 
 
+def with_validation(text: str, tables: Sequence[Judged]) -> str:
+    """The page `text` with its last section made anew. Raises ValueError for what is no such page."""
+    before, heading, _ = text.partition(f"\n## {SECTIONS[-1]}\n")
+    if not heading or not text.startswith("\n".join(HEAD)):
+        raise ValueError("no page of this form: make all of it by the command in the head of docs/benchmarks.md")
+    return "\n".join([before + heading, *_validation(tables)]) + "\n"
+
+
+def commit() -> str:
+    """Which commit of the checkout runs; of what is no checkout, that."""
+    git = shutil.which("git")
+    if git is None or not (_ROOT / ".git").exists():
+        return "no checkout"
+    name = subprocess.run(  # noqa: S603
+        [git, "-C", _ROOT, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False
+    )
+    changed = subprocess.run(  # noqa: S603
+        [git, "-C", _ROOT, "diff", "--quiet", "HEAD", "--", "bench", "indexer", "scorer"], check=False
+    )
+    if name.returncode:
+        return "no checkout"
+    return f"commit {name.stdout.strip()}" + (" with changes" if changed.returncode else "")
+
+
 def _what(sweep: Sweep, how: How) -> Iterator[str]:
     try:
         release = version("warmroute")
@@ -111,7 +139,8 @@ def _what(sweep: Sweep, how: How) -> Iterator[str]:
     yield f"- `python -m bench trace targets{' --full' if how.full else ''}{only}`" + (
         "" if how.full else ": the strongest arms and few seeds, not all"
     )
-    yield f"- warmroute {release}; {len(sweep.cells)} cells, {sweep.made} runs, {sweep.cpu_s / 3600:.1f} h of CPU"
+    ran = f"{len(sweep.cells)} cells, {sweep.made} runs, {sweep.cpu_s / 3600:.1f} h of CPU"
+    yield f"- warmroute {release}, {commit()}; {ran}"
     yield f"- seeds 0 to n-1, with n = {', '.join(map(str, seeds))} by cell (see there); a run depends on nothing else"
     for name, path in (("Mooncake's conversation trace", how.mooncake), ("Azure's conversation lengths", how.azure)):
         digest = "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
@@ -158,8 +187,8 @@ def _validation(tables: Sequence[Judged]) -> Iterator[str]:
     figures = [(each.name, figure) for each in tables for figure in each.figures]
     close = sum(figure.close for _, figure in figures)
     explained = sum(figure.explained for _, figure in figures)
-    yield "`python -m bench trace validate`: the simulator against two H200 (vLLM 0.26, a dense 7B model). A median may"
-    yield f"be 15 % off, a p95 or p99 30 %. Of {len(figures)} figures {close} are within that; of the others"
+    yield f"`python -m bench trace validate`, {commit()}: the simulator against two H200 (vLLM 0.26, a dense 7B model)."
+    yield f"A median may be 15 % off, a p95 or p99 30 %. Of {len(figures)} figures {close} are within; of the others"
     yield f"{explained} are explained by what the command itself computes, {len(figures) - close - explained} are not."
     yield ""
     for text in NOT_SIMULATED:

@@ -110,10 +110,15 @@ def local_or_remote(sweep: Sweep, traces: Traces) -> Iterator[Target]:
 
 
 def append_prefill(sweep: Sweep, traces: Traces) -> Iterator[Target]:
-    for cell in (grid.appends(), grid.appends(whole_kv=True)):
+    for whole_kv in (False, True):
+        cell, alone = grid.appends(whole_kv=whole_kv), grid.appends_alone(whole_kv=whole_kv)
         for key, what, goal in (("ttft_mean_ms", "TTFT", 0.35), ("tpot_mean_ms", "TPOT", 1.05)):
-            ours, remote = (sweep.figure(cell, arm, "groups", "later turns", key) for arm in (OURS, "always-remote"))
-            text, detail = f"{what} of later turns over always-remote's", f"{ours:.1f} ms against {remote:.1f}"
+            ours, remote, least = (
+                sweep.figure(each, arm, "groups", "later turns", key)
+                for each, arm in ((cell, OURS), (cell, "always-remote"), (alone, "local"))
+            )
+            text = f"{what} of later turns over always-remote's"
+            detail = f"{ours:.1f} ms against {remote:.1f}; with the fleet to themselves {least:.1f}"
             yield at_most(f"4 {cell.name}, {what}", goal, ours / remote, text, detail)
 
 
@@ -143,8 +148,13 @@ def azure_goodput(sweep: Sweep, traces: Traces) -> Iterator[Target]:
 
     ours, how = best(OURS)
     static, static_how = best("always-remote")
+    known, known_how = best("clairvoyant")
+    (busy, split), p_d = max((grid.azure_ceiling(traces, p, d), f"{p}P{d}D") for p, d in splits)
     whole = goodput(sweep, lambda rate: grid.azure(traces, 1, 3, rate), "aggregated", 40.0)
-    detail = f"{ours:.1f}/s ({how}) against {static:.1f} ({static_how})"
+    detail = (
+        f"{ours:.1f}/s ({how}) against {static:.1f} ({static_how}); clairvoyant {known:.1f} ({known_how}); without a"
+        f" pause on any engine {busy:.1f}, split {split:.1f} ({p_d})"
+    )
     yield at_least("5 azure, static split", 1.3, ours / static, "goodput over the best static split's", detail)
     detail = f"{ours:.1f}/s ({how}) against {whole:.1f}"
     yield at_least("5 azure, aggregated", 1.1, ours / whole, "goodput over the aggregated fleet's", detail)

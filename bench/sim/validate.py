@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bench.sim import against
@@ -18,6 +19,7 @@ from bench.sim.figure import Figure, Judged, Table
 from bench.sim.jobs import Jobs, cores
 from bench.sim.measured import NOT_SIMULATED
 from bench.sim.mixed_load import mixed
+from bench.sim.page import with_validation
 
 
 def _alone(figures: Callable[[], Iterator[Figure]], jobs: Jobs) -> Iterator[Figure]:
@@ -58,13 +60,21 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--table", action="append", help="only tables whose name contains this")
     parser.add_argument("--jobs", type=int, metavar="N", default=cores(), help="processes (default: as many as CPUs)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="make the last section of that page anew")
     options = parser.parse_args(args)
     chosen = [table for table in TABLES if not options.table or any(part in table.name for part in options.table)]
     if not chosen:
         parser.error(f"no table {options.table[0]!r}; there is: {', '.join(table.name for table in TABLES)}")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: there must be at least one")
+    if options.markdown and options.table:
+        parser.error("--markdown tells of all tables: leave --table out")
     out: list[Judged] = []
+    try:
+        if options.markdown:  # What is wrong with it is to be known now.
+            with_validation(options.markdown.read_text(encoding="utf-8"), [])
+    except ValueError as exc:
+        parser.error(f"{options.markdown}: {exc}")
     with Jobs(options.jobs) as jobs:
         for table in judged(jobs, chosen):
             out.append(table)
@@ -76,6 +86,9 @@ def main(args: Sequence[str]) -> int:
     for text in NOT_SIMULATED:
         print(f"\nnot compared: {text}")
     print(f"\n{close} of {len(figures)} within tolerance, {explained} explained, {unexplained} unexplained")
+    if options.markdown:
+        text = options.markdown.read_text(encoding="utf-8")
+        options.markdown.write_text(with_validation(text, out), encoding="utf-8")
     if options.json:
         share = close / len(figures) if figures else 1.0
         targets = [

@@ -55,7 +55,7 @@ async def _ask(held_text: str, address: str) -> None:
             if len(answer.holdings) != sharers:
                 raise RuntimeError(f"{len(answer.holdings)} workers hold a prompt whose beginning {sharers} share")
         print(json.dumps({"ready": True}), flush=True)
-        async for kind, clients, seconds in _orders():
+        async for kind, clients, seconds in orders():
             print(json.dumps(await _load(method, asked[kind], int(clients), float(seconds))), flush=True)
 
 
@@ -87,7 +87,7 @@ def watch_indexer(address: str) -> None:
 
 async def _watch(address: str) -> None:
     watchers: list[_Watcher] = []
-    async for (n,) in _orders():
+    async for (n,) in orders():
         read_bytes = 0
         for watcher in watchers:
             await watcher.caught_up()
@@ -182,7 +182,8 @@ def _channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, _OPTIONS)
 
 
-async def _orders() -> Any:
+async def orders() -> Any:
+    """The words of each line on stdin."""
     loop = asyncio.get_running_loop()
     while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
         yield line.split()

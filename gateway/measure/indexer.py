@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +31,7 @@ from indexer import PrefixIndex, Replica, decode_batch
 from indexer.keys import chain, root
 
 PROMPT_BLOCKS = 2048
-_BLOCKS_PER_FRAME = 32
+BLOCKS_PER_FRAME = 32
 _BUDGET_BYTES = 8 << 30
 _CONCURRENCY = 8
 
@@ -52,11 +53,11 @@ async def _serve(n_workers: int, n_blocks: int, socket: str) -> None:
     for worker in range(n_workers):
         own = [rng.getrandbits(63) for _ in range(PROMPT_BLOCKS)]
         hashes.append(own)
-        index.apply(f"w{worker}", 0, decode_batch(frame(own, None, shared, _BLOCKS_PER_FRAME)))
+        index.apply(f"w{worker}", 0, decode_batch(frame(own, None, shared, BLOCKS_PER_FRAME)))
         for _ in range(max(0, n_blocks - PROMPT_BLOCKS) // 256):
             part = [rng.getrandbits(63) for _ in range(256)]
             ids = array("I", rng.randbytes(4 * 256 * BLOCK_SIZE)).tolist()
-            index.apply(f"w{worker}", 0, decode_batch(frame(part, None, ids, _BLOCKS_PER_FRAME)))
+            index.apply(f"w{worker}", 0, decode_batch(frame(part, None, ids, BLOCKS_PER_FRAME)))
     publisher = Publisher(index, dict, history_bytes=64 << 20, digest_interval_s=30.0)
     server = IndexServer(index, publisher, Settings(socket=socket))
     publisher.start()
@@ -65,7 +66,7 @@ async def _serve(n_workers: int, n_blocks: int, socket: str) -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         rate, seconds = map(float, line.split())
-        frames = await loop.run_in_executor(None, _frames, rng)
+        frames = await loop.run_in_executor(None, churn, rng, [f"w{i}" for i in range(4)])
         before_s = time.process_time()
         fed = await loop.run_in_executor(None, _feed, index, frames, rate, seconds)
         publisher.flush()
@@ -75,16 +76,16 @@ async def _serve(n_workers: int, n_blocks: int, socket: str) -> None:
     await publisher.close()
 
 
-def _frames(rng: random.Random) -> list[tuple[str, bytes]]:
+def churn(rng: random.Random, workers: Sequence[str]) -> list[tuple[str, bytes]]:
     """Prompts of 32 blocks stored and removed again, as vLLM announces them."""
     from bench.kv_frames import BLOCK_SIZE, frame, removal
 
     found = []
     for _ in range(512):
-        worker = f"w{rng.randrange(4)}"
-        own = [rng.getrandbits(63) for _ in range(_BLOCKS_PER_FRAME)]
-        ids = array("I", rng.randbytes(4 * _BLOCKS_PER_FRAME * BLOCK_SIZE)).tolist()
-        found.append((worker, frame(own, None, ids, _BLOCKS_PER_FRAME)))
+        worker = workers[rng.randrange(len(workers))]
+        own = [rng.getrandbits(63) for _ in range(BLOCKS_PER_FRAME)]
+        ids = array("I", rng.randbytes(4 * BLOCKS_PER_FRAME * BLOCK_SIZE)).tolist()
+        found.append((worker, frame(own, None, ids, BLOCKS_PER_FRAME)))
         found.append((worker, removal(own[::-1])))
     return found
 
@@ -95,7 +96,7 @@ def _feed(index: PrefixIndex, frames: list[tuple[str, bytes]], rate: float, seco
     while (elapsed_s := time.monotonic() - began_s) < seconds:
         for worker, payload in frames:
             index.apply(worker, 0, decode_batch(payload))
-            blocks += _BLOCKS_PER_FRAME
+            blocks += BLOCKS_PER_FRAME
             if rate and blocks > rate * (time.monotonic() - began_s):
                 time.sleep(0.002)
             if time.monotonic() - began_s > seconds:

@@ -32,6 +32,7 @@ _JOIN_S: Final = 5.0
 """So long one that takes a killed one's place may learn what there is to know before it serves."""
 _READY_S: Final = 60.0
 """And so long a successor, whose predecessor serves meanwhile."""
+_OF_HUB: Final = (INDEX_SOCKET, BOARD_SOCKET)
 _HAND_OVER_S: Final = 60.0
 """What a hub knows of engines that connect to it may be much."""
 _END_S: Final = 10.0
@@ -114,6 +115,14 @@ class Crew:
 
     def answers(self, process: Process) -> bool:
         return process.assignment.kind == "data" or self._hub_answers
+
+    @property
+    def links(self) -> list[str]:
+        """By which the hub is found."""
+        process = None if self.hub is None else self.hub.process
+        if process is None:
+            return []
+        return [process.assignment.shared(name) for name in _OF_HUB]
 
     def serving(self) -> Iterator[Process]:
         """Data planes that take requests, by their number."""
@@ -348,7 +357,7 @@ class Crew:
 
 def _lead_to(hub: Assignment) -> None:
     """Whoever looks for the hub finds this one."""
-    for name in (INDEX_SOCKET, BOARD_SOCKET):
+    for name in _OF_HUB:
         link(hub.own(name), hub.shared(name))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from gateway.debug.stream import PATH as STREAM
 from gateway.logs import PATH as LOG_LEVEL
 from gateway.processes import families
 from gateway.processes.asking import Asking
+from gateway.processes.assignment import BOARD_SOCKET
 from gateway.processes.changes import Change, Changes, is_for_all
 from gateway.processes.crew import Crew, Place
 from gateway.processes.internal import NOTICE, Notice
@@ -61,6 +63,8 @@ class Front:
         self.recording = Recording(crew, asking)
         self._changes = Changes()
         self._one_by_one = asyncio.Lock()
+        self.sockets_lost = False
+        """Whether processes cannot be asked, as somebody has removed their sockets."""
         self._polling = asyncio.Lock()
         self._heard_s: dict[str, float] = {}
 
@@ -99,11 +103,16 @@ class Front:
                 if them is not None:
                     self._crew.totals.heard(process.life, them)
                     self._heard_s[process.life] = now_s
-                elif now_s - self._heard_s.setdefault(process.life, now_s) > SILENT_S:
+                elif now_s - self._heard_s.setdefault(process.life, now_s) > SILENT_S and self._can_be_asked(process):
                     _log.error("%s has said nothing for %d s and is killed", process.assignment.name, SILENT_S)
                     process.kill()
             self._heard_s = {each.life: self._heard_s[each.life] for each in processes if each.life in self._heard_s}
             await self._asking.forget_all_but(processes)
+
+    def _can_be_asked(self, process: Process) -> bool:
+        """Its silence is its own: nobody has removed its socket."""
+        it = process.assignment
+        return os.path.exists(it.admin_path if self._crew.answers(process) else it.own(BOARD_SOCKET))
 
     async def _said_by(self, process: Process) -> list[families.Family] | None:
         """None: nothing."""
@@ -117,7 +126,7 @@ class Front:
 
     def _with_lost(self, family: families.Family) -> families.Family:
         """The one degradation that no process can tell."""
-        if family.name != "warmroute_degraded" or not self._lost():
+        if family.name != "warmroute_degraded" or not (self._lost() or self.sockets_lost):
             return family
         about = (("what", LOST),)
         samples = [each for each in family.samples if each.labels != about]
@@ -177,6 +186,9 @@ class Front:
                 about = msgspec.json.encode([each.get("what"), each.get("worker"), each.get("model")])
                 found.setdefault(about, (each, []))[1].append(label)
         out = [each if len(labels) == len(bodies) else {**each, "processes": labels} for each, labels in found.values()]
+        if self.sockets_lost:
+            detail = "the folder of the processes' sockets was removed; all are replaced, and the log says more"
+            out.insert(0, {"what": LOST, "detail": detail})
         for place in self._lost():
             how = "is not there" if place.process is None or place.process.gone.is_set() else "is starting"
             detail = f"{place.name} {how}; it is started by itself, and the log says why it ended"

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -83,6 +84,15 @@ def kept(folder: str) -> int:
     with suppress(OSError):  # On a file system without locks there is no such service either.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd
+
+
+def make_again(folder: str) -> None:
+    """A private folder that somebody has removed, or emptied. Raises OSError: also where it is not ours."""
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "somebody else has made it meanwhile")
 
 
 def remove_folder(folder: str) -> None:

@@ -27,7 +27,7 @@ from gateway.processes.front import Front
 from gateway.processes.internal import FRONT_SOCKET
 from gateway.processes.process import Process
 from gateway.processes.seats import Table
-from gateway.processes.sockets import kept, listening, private_folder, remove_folder
+from gateway.processes.sockets import kept, listening, make_again, private_folder, remove_folder
 from gateway.processes.unix_server import UnixServer
 from gateway.proxy.server import HttpServer
 from gateway.reload import Source
@@ -45,22 +45,25 @@ def supervise(config: Config, source: Source, args: Sequence[str]) -> int:
     """
     set_up_process(config, "supervisor")
     folder = private_folder(os.environ)
-    keeping = kept(folder)
+    keeping = [kept(folder)]
     try:
-        return asyncio.run(_Supervisor(config, source, args, folder).run())
+        return asyncio.run(_Supervisor(config, source, args, folder, keeping).run())
     except OSError as exc:
         raise UserError(f"cannot listen: {exc.strerror or exc}") from exc
     finally:
-        os.close(keeping)
+        for fd in keeping:
+            os.close(fd)
         remove_folder(folder)
 
 
 class _Supervisor:
-    def __init__(self, config: Config, source: Source, args: Sequence[str], folder: str) -> None:
+    def __init__(self, config: Config, source: Source, args: Sequence[str], folder: str, keeping: list[int]) -> None:
+        """`keeping`: descriptors by which `folder` is kept, which the caller closes."""
         self._config = config
         self._source = source
         self._args = args
         self._folder = folder
+        self._keeping = keeping
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
         self._restarting: asyncio.Task[None] | None = None
 
@@ -172,11 +175,39 @@ class _Supervisor:
         while True:
             await asyncio.sleep(_POLL_S)
             try:
+                await self._look_after_folder()
                 await self._front.poll()
                 if certificate is not None and await asyncio.to_thread(certificate.look):
                     certificate.take()
             except Exception:
                 _log.exception("unexpected; going on")
+
+    async def _look_after_folder(self) -> None:
+        """Make it again where somebody has removed it. What its processes listen on is gone for good: they go on with
+        the connections they have, and all get successors.
+        """
+        front, ours = self._front, [f"{self._folder}/{FRONT_SOCKET}", *self._crew.links]
+        if self._crew.is_restarting:
+            return
+        if all(map(os.path.lexists, ours)):
+            front.sockets_lost = False
+            return
+        if not front.sockets_lost:
+            _log.error(
+                "%s, the folder of the processes' sockets, was removed or emptied: it is made again, and all processes "
+                "are replaced. Keep it out of what cleans %s, or give it a folder of its own (RUNTIME_DIRECTORY)",
+                self._folder, os.path.dirname(self._folder),
+            )  # fmt: skip
+        front.sockets_lost = True
+        try:
+            make_again(self._folder)
+            self._keeping.append(kept(self._folder))
+            await self._within.close()
+            await self._within.start()
+        except OSError as exc:
+            _log.error("%s cannot be made again: %s; restart the gateway", self._folder, exc.strerror or exc)
+            return
+        self._begin_restart()
 
     def _drain_timeout_s(self) -> float:
         """As the processes have it, who see by themselves when the file changes."""

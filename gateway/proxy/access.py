@@ -120,8 +120,8 @@ class AccessLog:
                 members = msgspec.json.encode(record)
             except UnicodeEncodeError:
                 members = msgspec.json.encode(_shown(record))
-            return f'{{"time":"{_told(time_s)}",{members[1:].decode()}\n'
-        parts = [_told(time_s), _word(record.method), _word(record.path), str(record.status)]
+            return f'{{"time":"{told(time_s)}",{members[1:].decode()}\n'
+        parts = [told(time_s), _word(record.method), _word(record.path), str(record.status)]
         # For every request, so that what is usual, short plain words, takes one match each.
         for label, value in zip(_LABELS, msgspec.structs.astuple(record), strict=True):
             if label is not None and value is not None:
@@ -145,7 +145,7 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _told(time_s: float) -> str:
+def told(time_s: float) -> str:
     """In UTC; what is before the milliseconds is made once a second."""
     global _second
     whole_s, rest_us = divmod(round(time_s * 1e6), 1_000_000)

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp.http_exceptions import LineTooLong
 
-from gateway.admin_client import token_headers
+from gateway.admin_client import ADDRESS, token_headers
 from gateway.cli import Parser
 from gateway.errors import UserError
 from gateway.record.recorder import CONTENT_TYPE, PATH
@@ -73,7 +73,7 @@ class Recording:
             why = str(msgspec.json.decode(await response.read())["error"]["message"])
         except (msgspec.DecodeError, KeyError, TypeError):
             why = f"status {response.status}"
-        raise UserError(f"{self._url} gives no recording: {why}; --url is a gateway's admin address")
+        raise UserError(f"{self._url} gives no recording: {why}; --admin is a gateway's admin address")
 
     async def _read(self, lines: aiohttp.StreamReader, file: FileIO) -> None:
         while self._most_rows is None or self.rows < self._most_rows:
@@ -116,21 +116,21 @@ def main(args: Sequence[str]) -> int:
         description="Write the requests that a running gateway serves as a trace: when they came, how long they and "
         "their answers were, which blocks of their prompts were the same. No text, no token ids. Ctrl-C ends it.",
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8001", help="the gateway's admin address")
+    parser.add_argument("--admin", default=ADDRESS, metavar="URL", help=f"the gateway's admin address ({ADDRESS})")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON lines; an older file is replaced")
     parser.add_argument("--duration-s", type=float, metavar="N", help="end after so long")
     parser.add_argument("--requests", type=int, metavar="N", help="end after so many")
     options = parser.parse(args)
-    if not options.url.startswith(("http://", "https://")):
-        parser.error(f"{options.url} is no http:// or https:// URL")
+    if not options.admin.startswith(("http://", "https://")):
+        parser.error(f"{options.admin} is no http:// or https:// URL")
     for name, value in (("--duration-s", options.duration_s), ("--requests", options.requests)):
         if value is not None and not value > 0:
             parser.error(f"{name} must be above 0")
-    recording = Recording(options.url.rstrip("/") + PATH, options.out, options.requests)
+    recording = Recording(options.admin.rstrip("/") + PATH, options.out, options.requests)
     began_s = time.monotonic()
     asyncio.run(_until_told(recording, options.duration_s))
     if not recording.begun.is_set():
-        raise UserError(f"the gateway at {options.url} gave no answer, so {options.out} was not written")
+        raise UserError(f"the gateway at {options.admin} gave no answer, so {options.out} was not written")
     print(_summary(recording, options.out, time.monotonic() - began_s))
     return 0
 

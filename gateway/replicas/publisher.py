@@ -65,7 +65,6 @@ class Publisher:
         self.wanted.clear()
         self._whole_at_s = 0.0
         self._kept_at_s = 0.0
-        self._kept = {}  # A server that was emptied has none of it.
 
     async def send(self, client: Client) -> None:
         """One bundle. Raises what the client raises; what was in it is lost then."""

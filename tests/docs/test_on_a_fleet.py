@@ -16,7 +16,7 @@ from tests.support.token_models import make_model
 
 _ENDS_WITH = {"doctor": (0, 1), "explain": (0,), "record": (0,)}
 """The doctor has something to say of fake engines."""
-_MORE = {"explain": ("--admin",), "record": ("--duration-s", "1", "--url")}
+_MORE = {"explain": ("--admin",), "record": ("--duration-s", "1", "--admin")}
 
 PAGES_THAT_ASK = [
     (page, commands)

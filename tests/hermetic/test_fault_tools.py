@@ -113,7 +113,7 @@ async def test_a_link_refuses_until_it_listens_again() -> None:
 
 def test_only_what_was_broken_meanwhile_excuses() -> None:
     broken = Broken()
-    load = Load([], broken, 1, n_clients=0, pause_s=1.0)
+    load = Load(broken, 1, n_clients=0, pause_s=1.0)
     client = _Client(load, random.Random(1), 1.0)
     with broken.cut("engine1"):
         pass

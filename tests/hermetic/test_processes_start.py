@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ import pytest
 from bench.engine.server import FakeVllm
 from tests.support.command import Command
 from tests.support.gateway_world import engine
-from tests.support.processes_world import DEADLINE_S, Processes, eventually
+from tests.support.processes_world import DEADLINE_S, Load, Processes, eventually
 
 HEAD = (sys.executable, "-m", "gateway")
 
@@ -95,6 +96,37 @@ async def test_a_folder_of_its_own_that_only_it_can_read(short: Path) -> None:
             return not folder.exists()
 
         await eventually(is_gone)  # The processes have seen that their supervisor is gone.
+
+
+async def test_its_folder_is_made_again_when_somebody_removes_it(short: Path) -> None:
+    async with Processes(2, env={"TMPDIR": str(short)}) as them, Load(them, 4) as load:
+        await load.more(20)
+        (name,) = os.listdir(short)
+        before = await them.pids()
+        shutil.rmtree(short / name)
+
+        async def all_new() -> bool:
+            now = await them.pids()
+            return now.keys() == before.keys() and not set(now.values()) & set(before.values())
+
+        await eventually(all_new)
+        await them.all_ready()
+
+        async def is_well() -> bool:
+            told = (await them.get("/readyz?verbose"))["degraded"]
+            return not any(it["what"] == "process_lost" for it in told)
+
+        await eventually(is_well)
+        assert (short / name).stat().st_mode & 0o777 == 0o700
+        await load.more(20)
+        assert load.broken == 0
+        assert set(load.statuses) == {200}
+        async with them.http.get(them.url + "/metrics") as answer:  # What a data plane asks the supervisor for.
+            assert answer.status == 200
+        them.command.process.send_signal(signal.SIGTERM)
+        log = await them.command.stopped()
+        assert f"{short / name}, the folder of the processes' sockets, was removed" in log
+        assert os.listdir(short) == []
 
 
 async def test_one_process_is_as_it_always_was() -> None:

@@ -157,6 +157,36 @@ async def test_what_was_learned_is_there_for_a_new_replica(server: RedisServer) 
         assert late.core.fleet.workers["a"].work_factor == pytest.approx(2.0)
 
 
+async def test_whose_factors_are_kept_is_not_pruned(server: RedisServer) -> None:
+    """Who starts later would not know where to look for them."""
+    async with ReplicatedFleet(2, sharing(server), a=engine()) as fleet:
+        gone, left = (gateway.core.replicas for gateway in fleet.gateways)
+        await fleet.gateways[0].close()
+        await until(lambda: fleet.hears(fleet.gateways[1]) == 0)
+        await server.command("SADD", "{warmroute:default}:writers", "dead")
+        left.reader._prune_at_s = 0.0
+        writers = {b"dead"}
+        async with asyncio.timeout(60):
+            while b"dead" in writers:
+                writers = await server.command("SMEMBERS", "{warmroute:default}:writers")
+                await asyncio.sleep(0.02)
+        assert gone.writer.encode() in writers
+
+
+async def test_nobody_takes_itself_for_another(server: RedisServer) -> None:
+    async with ReplicatedFleet(1, sharing(server), a=engine()) as fleet:
+        reader = fleet.gateways[0].core.replicas.reader
+        await fleet.complete(0, words(64, 1))
+        await server.command("XADD", "{warmroute:default}:news", "*", "the", "last")
+        ((last, _),) = await server.command("XREVRANGE", "{warmroute:default}:news", "+", "-", "COUNT", "1")
+        await until(lambda: _number(reader._after) >= _number(last))
+        assert not reader.elsewhere.writers
+
+
+def _number(entry: bytes) -> tuple[int, ...]:
+    return tuple(map(int, entry.split(b"-")))
+
+
 async def test_what_was_emptied_is_kept_again(server: RedisServer) -> None:
     """Though nothing of it has changed: that it is there is no matter of what was written before."""
     async with ReplicatedFleet(1, sharing(server), a=engine()) as fleet:

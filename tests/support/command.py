@@ -45,13 +45,13 @@ class Command(Stacked):
         assert self.process.stderr is not None
         self._log = asyncio.create_task(self.process.stderr.read())
         self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while not await self._is_ready():  # noqa: ASYNC110 - nothing signals it
                 await asyncio.sleep(0.05)
 
     async def stopped(self) -> str:
         """Its log, once it has ended by itself, and well. `process.send_signal` first."""
-        assert await asyncio.wait_for(self.process.wait(), 60) == 0
+        assert await asyncio.wait_for(self.process.wait(), 180) == 0
         log = (await self._log).decode()
         assert "Traceback" not in log
         return log

@@ -41,6 +41,8 @@ class Seen(NamedTuple):
     attributes: dict[str, Any]
     events: list[tuple[str, dict[str, Any]]]
     service: str
+    instance: str = ""
+    """Of the process that made it; empty where it was not exported."""
 
     def gave(self, traceparent: str | None) -> bool:
         """Whether this header makes its bearer a child of the span."""
@@ -123,9 +125,9 @@ class Collector:
         if self.status != 200:
             return web.Response(status=self.status)
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            service = _values(resource.resource.attributes).get("service.name", "")
+            about = _values(resource.resource.attributes)
             for scope in resource.scope_spans:
-                self.spans += [_seen(span, service) for span in scope.spans]
+                self.spans += [_seen(span, about) for span in scope.spans]
         return web.Response(
             body=ExportTraceServiceResponse().SerializeToString(), content_type="application/x-protobuf"
         )
@@ -149,7 +151,7 @@ async def collector(port: int = 0) -> AsyncIterator[Collector]:
 _KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
 
 
-def _seen(span: Any, service: str) -> Seen:
+def _seen(span: Any, about: dict[str, Any]) -> Seen:
     return Seen(
         name=span.name,
         kind=_KINDS[span.kind],
@@ -161,7 +163,8 @@ def _seen(span: Any, service: str) -> Seen:
         failed=span.status.code == 2,
         attributes=_values(span.attributes),
         events=[(event.name, _values(event.attributes)) for event in span.events],
-        service=service,
+        service=about.get("service.name", ""),
+        instance=about.get("service.instance.id", ""),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -19,6 +20,7 @@ from bench.advise.gpu import GPUS
 from bench.advise.splits import Fleet, Outcome, candidates
 from bench.advise.traffic import Traffic, read_trace
 from bench.advise.verdict import judge
+from bench.plots import blank
 from bench.sim.workloads.traces import Row
 from gateway import cli
 
@@ -174,13 +176,21 @@ def test_what_the_user_can_put_right_is_one_line(
         ("t.jsonl", '{"timestamp": 1}\n', "line 1.*a trace is JSON lines with timestamp"),
         ("t.csv", "a,b\n1,2\n", "line 2: not a request"),
         ("t.csv", "\x00\x01", "holds 0 requests"),
+        ("t.gz", "\x1f\x8b\x08\x00", "is compressed; unpack it first"),
+        ("t.json", '[{"timestamp": 1, "input_length": 5}]', "one JSON array; a trace has one JSON object a line"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, text: str, why: str) -> None:
     file = tmp_path / name
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(InputError, match=why):
         read_trace(file)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path) -> None:
+    file, plain = tmp_path / "marked.jsonl", DATA / "mooncake_conversation.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert read_trace(file).rows == read_trace(plain).rows
 
 
 @pytest.mark.parametrize("last_ms", [3e10, 1.7e308])
@@ -212,6 +222,23 @@ def test_a_plot_is_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert advise(config, trace, "--servers", "1", "--requests", "20", "--plot", str(tmp_path / "x.doc")) == 1
     assert "no plot: --plot" in capsys.readouterr().err
+
+
+def test_labels_of_a_plot_do_not_lie_upon_each_other(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr("bench.advise.plot.blank", lambda *size: drawn.append(blank(*size)) or drawn[0])
+    more = ("--servers", "2", "--requests", "20", "--slo-ttft-ms", "4000", "--plot", str(tmp_path / "x.png"))
+    assert advise(config, DATA / "azure_conv.csv", *more) == 0
+    for axes in drawn[0].axes:
+        low, high = axes.get_ylim()
+        ticks = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
+        shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+        boxes = sorted((label.get_window_extent() for label in shown), key=lambda box: box.y0)
+        assert len(boxes) >= 2
+        assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
 
 
 def test_a_plot_that_cannot_be_written_costs_no_answer(

@@ -10,7 +10,16 @@ import pytest
 
 from bench.advise.errors import InputError
 from bench.advise.model_config import parse_model, read_model
-from tests.support.model_configs import DEEPSEEK_V3, LLAMA_70B, MIXTRAL
+from tests.support.model_configs import (
+    DEEPSEEK_V3,
+    GEMMA_3_4B,
+    GEMMA_3_27B,
+    GPT_OSS_120B,
+    KIMI_LINEAR,
+    LLAMA_4_MAVERICK,
+    LLAMA_70B,
+    MIXTRAL,
+)
 
 
 def test_a_token_of_llama_70b_takes_320_kib() -> None:
@@ -77,12 +86,33 @@ def test_a_window_bounds_what_its_layers_keep() -> None:
         ({"hybrid_override_pattern": "M-M*" * 20}, 20, 0),
         ({"attn_layer_period": 8, "attn_layer_offset": 4}, 10, 0),
         ({"full_attention_interval": 4}, 20, 0),
+        ({"attention_chunk_size": 8192, "no_rope_layers": [1, 1, 0, 1] * 20}, 20, 60),
     ],
 )
 def test_layers_that_keep_kv(extra: dict[str, Any], full: int, windowed: int) -> None:
     model = parse_model(LLAMA_70B | extra)
     assert (model.layers.full, model.layers.windowed) == (full, windowed)
     assert bool(model.notes) == ((full, windowed) != (80, 0))
+
+
+@pytest.mark.parametrize(
+    ("config", "full", "windowed", "billions", "active_billions"),
+    [
+        (GEMMA_3_27B, 10, 52, 27.0, 25.6),
+        (GEMMA_3_4B, 5, 29, 3.88, 3.2),
+        (GPT_OSS_120B, 18, 18, 117, 4.5),
+        (LLAMA_4_MAVERICK, 12, 36, 400, 15),
+        (KIMI_LINEAR, 7, 0, 48, 2.6),
+    ],
+)
+def test_configs_that_leave_out_what_is_usual(
+    config: dict[str, Any], full: int, windowed: int, billions: float, active_billions: float
+) -> None:
+    """As published by their makers; active parameters without the embeddings."""
+    model = parse_model(config)
+    assert (model.layers.full, model.layers.windowed) == (full, windowed)
+    assert model.weights.parameters == pytest.approx(billions * 1e9, rel=0.03)
+    assert model.weights.active_parameters == pytest.approx(active_billions * 1e9, rel=0.05)
 
 
 @pytest.mark.parametrize(

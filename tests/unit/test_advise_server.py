@@ -17,14 +17,16 @@ from bench.advise.network import LINES_GBPS, best, block_sizes, line_s, link
 from bench.advise.scale import scaled
 from bench.advise.server import ServerPlan, plan_server
 from bench.sim.hardware import hardware
-from tests.support.model_configs import DEEPSEEK_V3, LLAMA_70B
+from tests.support.model_configs import DEEPSEEK_V3, GEMMA_3_27B, GPT_OSS_120B, LLAMA_70B
 
 MODEL = parse_model(LLAMA_70B)
 
 
-def plan(model: Model = MODEL, name: str = "h100", tensor_parallel: int = 4, value_bytes: int = 2) -> ServerPlan:
+def plan(
+    model: Model = MODEL, name: str = "h100", tensor_parallel: int = 4, value_bytes: int = 2, context_tokens: int = 4000
+) -> ServerPlan:
     return plan_server(
-        model, gpu(name), tensor_parallel=tensor_parallel, value_bytes=value_bytes, context_tokens=4000,
+        model, gpu(name), tensor_parallel=tensor_parallel, value_bytes=value_bytes, context_tokens=context_tokens,
         memory_share=0.9,
     )  # fmt: skip
 
@@ -140,3 +142,33 @@ def test_what_does_not_fit_is_said() -> None:
     no_attention = parse_model(LLAMA_70B | {"layer_types": ["mamba"] * 80})
     with pytest.raises(InputError, match="no attention layer"):
         plan(no_attention)
+
+
+def test_windows_make_room_in_long_conversations() -> None:
+    """The KV that a server has room for is counted in sequences of the usual length; long ones take less a token."""
+    model = parse_model(GEMMA_3_27B)
+    found = plan(model, "h100", 1)
+    usual, long = found.kv_tokens(found.context_tokens), found.kv_tokens(131_072)
+    assert usual == found.hardware.kv_tokens
+    assert long * model.kv_bytes_per_token(2, 131_072) == pytest.approx(
+        usual * model.kv_bytes_per_token(2, found.context_tokens), rel=0.001
+    )
+    assert long > 1.5 * usual
+    assert plan(MODEL).kv_tokens(131_072) == plan(MODEL).hardware.kv_tokens
+
+
+def test_a_prompt_in_windowed_layers_is_moved_as_far_as_it_is_kept() -> None:
+    found = plan(parse_model(GPT_OSS_120B), "h100", 1)
+    assert found.kv_bytes(4000) == (18 * 4000 + 18 * 128) * 8 * 64 * 2 * 2
+    assert plan(MODEL, value_bytes=1).kv_bytes(4000) == 4000 * 160 * 1024
+    assert plan(parse_model(DEEPSEEK_V3), "h200", 8).kv_bytes(4000) == 4000 * 8 * 61 * 576 * 2
+
+
+def test_without_a_layer_that_looks_at_everything_pairs_are_no_distance() -> None:
+    windowed = parse_model(LLAMA_70B | {"sliding_window": 4096})
+    assert scaled(windowed, GPUS["h100"], 4).stretch < 10
+
+
+def test_a_mean_request_that_is_too_long_is_not_said_of_the_weights() -> None:
+    with pytest.raises(InputError, match=r"leave only \d+ GB, and a request of the traffic's mean length"):
+        plan(context_tokens=1_000_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from bench.sim.figure import Figure, Judged
 from bench.sim.fleet import FleetSpec, servers
 from bench.sim.jobs import Jobs
 from bench.sim.kept import Kept
-from bench.sim.page import HEAD, SECTIONS, TARGET_HEADS, VALIDATION_HEADS, How, page
+from bench.sim.page import HEAD, SECTIONS, TARGET_HEADS, VALIDATION_HEADS, How, commit, page, with_validation
 from bench.sim.tables import COLUMNS, CONTROLS, SUMMARY_HEADS
 from bench.sim.targets import Target
 from bench.sim.workloads.generated import Mixed
@@ -102,9 +103,28 @@ def test_a_page_says_why_a_target_is_missed(made: str) -> None:
 
 
 def test_a_page_tells_explained_from_unexplained(made: str) -> None:
-    assert "Of 3 figures 1 are within that; of the others\n1 are explained" in made
+    assert "Of 3 figures 1 are within; of the others\n1 are explained" in made
     assert "| 5 to 30 | so it is |" in made
     assert made.count("**not explained**") == 1
+
+
+def test_the_last_section_alone_can_be_made_anew(made: str) -> None:
+    found = with_validation(made, [Judged("another table", [Figure("its row", "p50", 10, 11, 0.15)])])
+    before, now = sections(made), sections(found)
+    assert {name: text for name, text in now.items() if name != "Validation"} == {
+        name: text for name, text in before.items() if name != "Validation"
+    }
+    assert "Of 1 figures 1 are within" in now["Validation"]
+    assert "| another table | its row |" in now["Validation"]
+    assert "a row" not in now["Validation"]
+    with pytest.raises(ValueError, match="no page of this form"):
+        with_validation("# Another page\n\n## Validation\n", [])
+
+
+def test_a_page_names_the_commit_that_made_it(made: str) -> None:
+    assert re.fullmatch(r"no checkout|commit [0-9a-f]{7,}( with changes)?", commit())
+    assert commit() in sections(made)["What was run"]
+    assert commit() in sections(made)["Validation"]
 
 
 def test_a_page_names_no_place_of_the_machine_that_made_it(made: str, tmp_path: Path) -> None:
@@ -127,3 +147,5 @@ def test_the_committed_page_is_of_this_form() -> None:
     assert set(each) == {ARM_HEADS}
     assert heads(sections(text)["Searches and variations"]) == [("cell", *ARM_HEADS)]
     assert heads(sections(text)["Validation"]) == [VALIDATION_HEADS]
+    for section in ("What was run", "Validation"):
+        assert re.search(r"commit [0-9a-f]{7}", sections(text)[section]), "of which code are its figures?"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scorer.calibrate import BOUND, FLEET, MIN_SAMPLES, MOST_FACTORS, Calibration, Factor, Part
@@ -52,6 +52,16 @@ def test_what_was_saved_goes_on_as_if_nothing_had_happened(before: list[Any], af
         for subject in ("a", "b", "a>b", "ünï\n", "", "new"):
             assert other.value(part, subject) == kept.value(part, subject)
             assert other.spread(part, subject, 0.3) == kept.spread(part, subject, 0.3)
+
+
+@given(st.lists(st.tuples(st.floats(), st.floats())))
+@example([(1e300, 1e-300), (1e308, 5e-324), (5e-324, 1e308), (math.nan, 1.0), (1.0, math.inf), (-1.0, 1.0)])
+def test_no_observation_breaks_a_factor_or_takes_it_beyond_its_bound(seen: list[tuple[float, float]]) -> None:
+    factor = Factor()
+    for predicted, observed in seen * (2 * MIN_SAMPLES):
+        factor.add(predicted, observed)
+    assert 1 / BOUND <= factor.value <= BOUND * (1 + 1e-12)
+    assert Factor.of_state(factor.state()).value == factor.value
 
 
 junk = st.recursive(

@@ -103,11 +103,11 @@ async def test_the_end_comes_after_all_rows_and_nothing_after_it() -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["--out", "x", "--url", "ftp://x"], "no http"),
+        (["--out", "x", "--admin", "ftp://x"], "no http"),
         (["--out", "x", "--requests", "0"], "--requests must be above 0"),
         (["--out", "x", "--duration-s", "-1"], "--duration-s must be above 0"),
-        (["--url", "http://127.0.0.1:9"], "--out"),
-        (["--out", "x", "--url", "http://127.0.0.1:9"], "no gateway answers at http://127.0.0.1:9/debug/record"),
+        (["--admin", "http://127.0.0.1:9"], "--out"),
+        (["--out", "x", "--admin", "http://127.0.0.1:9"], "no gateway answers at http://127.0.0.1:9/debug/record"),
     ],
 )
 def test_wrong_calls_are_explained(

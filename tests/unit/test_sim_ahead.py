@@ -161,7 +161,7 @@ def test_a_stopped_command_leaves_a_good_cache_and_no_process(tmp_path: Path, ho
         os.killpg(process.pid, how)  # as a terminal does
     else:
         process.send_signal(how)
-    _, err = process.communicate(timeout=60)  # ends when no child holds the pipe any more
+    _, err = process.communicate(timeout=300)  # ends when no child holds the pipe any more
     assert process.returncode == 130
     assert f"stopped; what is finished is in {path}".encode() in err
     with pytest.raises(ProcessLookupError):

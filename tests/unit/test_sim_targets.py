@@ -14,6 +14,7 @@ from bench.sim.fleet import FleetSpec, servers
 from bench.sim.sweep import Sweep
 from bench.sim.tables import arms_table
 from bench.sim.workloads.generated import Mixed
+from bench.sim.workloads.traces import Row
 from scorer.types import Role
 
 
@@ -115,6 +116,34 @@ def _with_turns(whole_kv: bool) -> grid.Cell:
         lambda seed: grid.Sessions(seed, grid.CHAT, rate=1.0, duration_s=3.0),
         ("warmroute",),
     )
+
+
+def test_a_ceiling_is_what_engines_do_that_never_pause() -> None:
+    class Alike(grid.Traces):
+        def lengths(self, seed: int, n: int) -> list[Row]:
+            return [Row(0.0, 1000, 128, None)] * 3
+
+    # H200, 7B: 21 ms and 0.5 ms of attention; 128 steps of 5.04 ms shared by 128 answers, and each one's own part.
+    prefill_s = 1000 * 21e-6 + 1e-9 * 1000**2 / 2
+    decode_s = 128 * (5.04e-3 / 128 + 0.0116e-3 + 3.31e-8 * 1064)
+    whole, split = grid.azure_ceiling(Alike(), 1, 3)
+    assert whole == pytest.approx(4 / (prefill_s + decode_s))
+    assert split == pytest.approx(1 / prefill_s)
+    assert grid.azure_ceiling(Alike(), 3, 1)[1] == pytest.approx(1 / decode_s)
+
+
+def test_nothing_is_sooner_than_with_the_fleet_to_itself() -> None:
+    """The bound that says a goal is out of reach: no arm, at a rate at which others are there too, goes below it."""
+    alone = Sweep().figure(_short(grid.appends_alone()), "local", "groups", "later turns", "ttft_mean_ms")
+    cell = _short(grid.appends())
+    for arm in ("warmroute", "clairvoyant", "aggregated", "ppd"):
+        assert Sweep().figure(cell, arm, "groups", "later turns", "ttft_mean_ms") >= alone
+
+
+def _short(cell: grid.Cell) -> grid.Cell:
+    """A twentieth of it."""
+    rate = 0.05 if "alone" in cell.name else 4.0
+    return replace(cell, load=lambda seed: grid.Sessions(seed, grid._ppd_chat, rate=rate, duration_s=48.0 / rate))
 
 
 def test_least_load_is_shown_wherever_arms_are_compared() -> None:

@@ -8,6 +8,7 @@ prefixes.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import random
 from collections import defaultdict
@@ -56,6 +57,8 @@ def read_mooncake(path: Path, limit: int | None = None) -> list[Row]:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(rows) >= limit:
                 break
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:
