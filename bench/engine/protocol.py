@@ -14,6 +14,7 @@ from bench.engine.request import mix64
 
 _COMPLETION_DEFAULT_TOKENS: Final = 16  # the OpenAI API's default, kept by vLLM
 _CHAT_MEAN_TOKENS: Final = 64.0
+_MOST_SEQUENCES: Final = 16_384  # VLLM_MAX_N_SEQUENCES, as it is without being set
 
 ApiKind = Literal["completions", "chat", "responses", "messages"]
 
@@ -222,7 +223,7 @@ class Parser:
             model=model,
             prompts=prompts,
             max_tokens=[self._limit(len(prompt), limit) for prompt in prompts],
-            n=_integer(body, "n", 1, least=1) or 1,
+            n=_integer(body, "n", 1, least=1, most=_MOST_SEQUENCES) or 1,
             seed=_seed(body),
             stops=_stops(body.get("stop")),
             stop_token_ids=frozenset(self._ids(body.get("stop_token_ids") or [], "stop_token_ids")),
@@ -264,7 +265,7 @@ class Parser:
         return room if limit is None else limit
 
 
-def _integer(body: dict[str, Any], name: str, default: int | None, *, least: int) -> int | None:
+def _integer(body: dict[str, Any], name: str, default: int | None, *, least: int, most: float = math.inf) -> int | None:
     value = body.get(name)
     if value is None:
         return default
@@ -272,6 +273,8 @@ def _integer(body: dict[str, Any], name: str, default: int | None, *, least: int
         raise invalid("int_type", name, "Input should be a valid integer", value)
     if value < least:
         raise ApiError(400, f"{name} must be at least {least}, got {value}.", param=name)
+    if value > most:
+        raise ApiError(400, f"{name} must be at most {most}, got {value}.", param=name)
     return value
 
 

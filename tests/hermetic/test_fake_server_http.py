@@ -133,6 +133,7 @@ async def test_a_body_that_is_no_json_object_is_a_400(
         ({"prompt": "x", "max_tokens": "3"}, "integer"),
         ({"prompt": "x", "max_tokens": 4000}, "context length"),
         ({"prompt": "x", "n": 2, "temperature": 0}, "greedy"),
+        ({"prompt": "x", "n": 1_000_000_000}, "at most 16384"),
         ({"prompt": "x", "stop": 3}, "stop"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream"),
     ],

@@ -286,6 +286,15 @@ async def test_while_a_worker_cannot_be_asked_nothing_is_said_not_to_be_there() 
         assert response.headers["Retry-After"] == "1"
 
 
+async def test_with_more_workers_than_are_asked_nothing_is_said_not_to_be_there(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "_MOST_ASKED", len(NAMES))
+    assert (await fleet.get(fleet.url + "/v1/responses/resp_nowhere"))[0] == 404
+    monkeypatch.setattr(holders, "_MOST_ASKED", len(NAMES) - 1)
+    assert (await fleet.get(fleet.url + "/v1/responses/resp_nowhere_else"))[0] == 503
+
+
 async def test_a_worker_that_hangs_does_not_hide_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holders, "_TIMEOUT_S", 60.0)
     a_is_asked = asyncio.Event()
