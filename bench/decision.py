@@ -1,6 +1,6 @@
 """What one decision takes: a planner over 64 decode and 8 prefill workers, 20 answers running on each of the former, an
-8k prompt of which they hold different parts, objectives on everything. Hashing and matching are in it, tokenising is
-not.
+8k prompt of which they hold different parts, objectives on everything. Matching is in it, and of hashing what a prompt
+takes that begins as an earlier one did; tokenising is not.
 """
 
 from __future__ import annotations

@@ -133,13 +133,14 @@ class Remote:
         if late is not None:
             priced = sorted(priced, key=lambda each: each[1].total_s)[:BEST]
             streams_late = late()
+        usual_s = [self._pricer.usual_pull_s(facts, decode[0], local.cached_tokens) for local, decode in locals_]
         out: list[Choice] = []
         why = PdReason.NO_PREFILL_WORKER
         for place, price, cached in priced:
-            for (local, decode), each_late in zip(locals_, streams_late, strict=True):
+            for (local, decode), each_late, each_s in zip(locals_, streams_late, usual_s, strict=True):
                 names = (place[0].name, decode[0].name)
                 if self.pairs.allows(names, now_s):
-                    out.append(self.choice(facts, local, decode, place, price, cached, each_late, handshake_s))
+                    out.append(self.choice(facts, local, decode, place, price, cached, each_late, handshake_s, each_s))
                 elif why is not PdReason.PAIR_BROKEN:
                     why = self.barred(names)
         return out, None if out else why
@@ -175,13 +176,16 @@ class Remote:
         cached_tokens: int,
         streams_late: float | None,
         handshake_s: float,
+        usual_s: float | None = None,
     ) -> Choice:
         """`place` computes the prompt, at the price `at_prefill`, for the local way `local` of `decode`. `streams_late`
-        as in `Pricer.judged`; None: broken objectives are not counted. `handshake_s`: `Pricer.handshake_s()`.
+        as in `Pricer.judged`; None: broken objectives are not counted. `handshake_s`: `Pricer.handshake_s()`;
+        `usual_s`: `Pricer.usual_pull_s(...)`, where that is known already.
         """
         names = place[0].name, decode[0].name
         meeting_s = 0.0 if self.pairs.have_met(names) else handshake_s
-        usual_s = self._pricer.usual_pull_s(facts, decode[0], local.cached_tokens)
+        if usual_s is None:
+            usual_s = self._pricer.usual_pull_s(facts, decode[0], local.cached_tokens)
         price = self._pricer.remote(facts, decode, names[0], local.price, at_prefill, usual_s, meeting_s)
         if streams_late is not None:
             price = self._pricer.judged(facts, decode, price, streams_late)
