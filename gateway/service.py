@@ -180,7 +180,6 @@ class Service:
         self._reloading: Reloading | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         """Workers, certificates and configurations being renewed."""
-        """Of workers, certificates and configuration, under way."""
 
     def listen(self, host: str, port: int) -> None:
         """The data plane there, with TLS if there is a certificate."""

@@ -235,7 +235,7 @@ class Pricer:
         after_s = self.step_s(worker, streams + 1, load.kv_tokens + facts.prompt_tokens)
         late = late_share(after_s, own_s, spread)
         safe = safe_ratio(spread)
-        before_objective_s = before_lost_s = then = math.nan
+        last_objective_s = last_lost_s = then = math.nan
         for booking in load.streaming:
             objective_s = booking.slo_tpot_s
             if objective_s is None:
@@ -244,8 +244,8 @@ class Pricer:
             if answer.varies:
                 # Too short are those that end before each token has had its part of what is lost.
                 done = booking.done_tokens + 1
-                if lost_s != before_lost_s or objective_s != before_objective_s:  # Most are as the one before.
-                    before_objective_s, before_lost_s = objective_s, lost_s
+                if lost_s != last_lost_s or objective_s != last_objective_s:  # Most are as the one before.
+                    last_objective_s, last_lost_s = objective_s, lost_s
                     slack_s = objective_s - after_s
                     then = (lost_s + stall_s) / slack_s if slack_s > 0 else math.inf
                 if then > done:
